@@ -1,0 +1,95 @@
+"""The drafter protocol, and how to add one.
+
+A drafter is an ``nn.Module`` that holds only its own weights; the frozen target is reached through
+``self.target`` (not a submodule: it never enters a checkpoint). Training predictions and drafting run the same
+step code, which the tests check: the teacher-forced prediction at step k equals what is drafted at depth k.
+
+To add one: a file here with a ``Config`` dataclass and a class that implements the methods below, a file in
+``configs/drafter/``, a line in ``distill/registry.py``, its name in the parametrised tests.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from distill.kv_cache import KVCache
+from distill.target import Target, TargetInfo
+from distill.types import Batch, Frontier, StepPrediction, TargetOutput
+from distill.vocab import DraftVocab
+
+
+@dataclass(kw_only=True)
+class DrafterState:
+    """What a drafter remembers between rounds of one decode; drafters add fields in subclasses.
+
+    ``cache`` holds stable entries (made from true target features) up to ``cache.lengths_B``; drafted entries
+    are written behind them and vanish with ``rollback``.
+    """
+
+    cache: KVCache | None
+    drafted: int = 0
+
+
+class Drafter(nn.Module, ABC):
+    """Base class: owns the reference to the target and the draft vocabulary."""
+
+    name: ClassVar[str]
+    Config: ClassVar[type]
+    max_depth: int | None = None
+    """Deepest node this drafter can propose; None = any (recurrent drafters)."""
+
+    def __init__(self, config: Any, target: Target, vocab: DraftVocab | None = None):
+        super().__init__()
+        self.config = config
+        # A plain list hides the target from nn.Module, so it never lands in a state dict or an optimiser.
+        self._target = [target]
+        self.vocab = vocab
+
+    @property
+    def target(self) -> Target:
+        """The frozen target this drafter drafts for."""
+        return self._target[0]
+
+    @classmethod
+    @abstractmethod
+    def taps(cls, config: Any, info: TargetInfo) -> tuple[int, ...]:
+        """Tap indices this drafter reads, ascending and distinct (``TargetOutput`` convention)."""
+
+    @abstractmethod
+    def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
+        """Return every prediction this method trains on for one packed batch."""
+
+    @abstractmethod
+    def new_state(self, batch_size: int, capacity: int) -> DrafterState:
+        """Return an empty decoding state for ``capacity`` committed tokens plus any drafted ones."""
+
+    @abstractmethod
+    def extend(self, state: DrafterState, ids_BL: Tensor, next_B: Tensor, output: TargetOutput, n_B: Tensor) -> None:
+        """Take in tokens the target has processed: prefill chunks and committed paths alike.
+
+        Args:
+            state: changed in place.
+            ids_BL: the tokens at the processed positions; row b has ``n_B[b]`` valid entries, left-aligned.
+            next_B: the token that follows each row's last valid one.
+            output: the target's own features at these positions (same layout).
+            n_B: valid entries per row; 0 leaves a row as it is.
+        """
+
+    @abstractmethod
+    def step(self, state: DrafterState, frontier: Frontier) -> Tensor:
+        """Return logits_BFW over the draft vocabulary for the children of each frontier node."""
+
+    @abstractmethod
+    def rollback(self, state: DrafterState) -> None:
+        """Drop everything ``step`` wrote since the last ``extend``."""
+
+    def to_target_ids(self, ids: Tensor) -> Tensor:
+        """Map draft-vocabulary ids to target-vocabulary ids."""
+        return ids if self.vocab is None else self.vocab.to_target(ids)
+
+    @torch.no_grad()
+    def prepare_export(self) -> None:
+        """Hook before weights are written (nothing by default)."""

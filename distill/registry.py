@@ -1,0 +1,26 @@
+"""Name -> "module:Class", resolved lazily; the only registry in the project, and it holds drafters.
+
+A new drafter is one file in ``distill/drafters/``, one in ``configs/drafter/`` and one line here.
+"""
+
+import importlib
+
+from distill.errors import UserError, did_you_mean
+
+DRAFTERS: dict[str, str] = {
+    "eagle3": "distill.drafters.eagle3:Eagle3",
+}
+
+
+def drafter_class(name: str) -> type:
+    """Return the drafter class registered under ``name``.
+
+    Raises:
+        UserError: unknown name; the message lists the choices.
+    """
+    if name not in DRAFTERS:
+        raise UserError(
+            f"drafter must be one of {', '.join(sorted(DRAFTERS))}, got {name!r}.{did_you_mean(name, DRAFTERS)}"
+        )
+    module, _, cls = DRAFTERS[name].partition(":")
+    return getattr(importlib.import_module(module), cls)

@@ -1,0 +1,138 @@
+"""The records that cross module borders.
+
+Shape letters, used in tensor names everywhere: B batch, L sequence, N tree nodes, F frontier nodes, M nodes
+fed to the drafter so far, D hidden, V target vocabulary, W draft vocabulary, H heads, K head dim, T cache
+length. p is always the target's distribution, q always the draft's. Rows of a batch are uneven: padding is
+-1 (ids that must be embedded are clamped to 0 by the consumer), lengths are per row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Candidates = Literal["topk", "coupled", "sampled"]
+"""How a tree's tokens were picked: deterministically, with the target's own noise, or drawn from q."""
+
+Kind = Literal["logits", "feature"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Packed training documents.
+
+    Attributes:
+        ids_BL: token ids; padding is 0 with ``doc_BL`` -1.
+        loss_mask_BL: bool, True on tokens the target wrote (assistant tokens and the turn end).
+        positions_BL: position of each token inside its own document.
+        doc_BL: document index inside the row, -1 on padding.
+        denominator: supervised tokens in the whole optimiser step (all micro-batches, all ranks); losses are
+            sums divided by it, so the learning rate depends neither on mask density nor on accumulation.
+    """
+
+    ids_BL: Tensor
+    loss_mask_BL: Tensor
+    positions_BL: Tensor
+    doc_BL: Tensor
+    denominator: float
+
+    def to(self, device) -> "Batch":
+        """Return the batch with its tensors on ``device``."""
+        return Batch(
+            ids_BL=self.ids_BL.to(device),
+            loss_mask_BL=self.loss_mask_BL.to(device),
+            positions_BL=self.positions_BL.to(device),
+            doc_BL=self.doc_BL.to(device),
+            denominator=self.denominator,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetOutput:
+    """What one forward of the frozen target leaves behind.
+
+    Attributes:
+        last_BLD: what the head reads (after the final norm).
+        taps: tap k -> hidden state entering layer k, k = 0..n-1 (transformers ``hidden_states[k]``); key n is
+            ``tap_out``, the residual after the last layer, before the norm. Only the requested ones are kept.
+    """
+
+    last_BLD: Tensor
+    taps: dict[int, Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPrediction:
+    """At position t these hidden states, through this head, speak about token t+shift, where the mask says so.
+
+    Attributes:
+        hidden_BLD: hidden states, not logits, so that the loss can chunk over tokens.
+        head: maps hidden [..., D] to logits [..., W] in the draft vocabulary.
+        shift: distance from a position to the token it speaks about (EAGLE-3 step k: 2 + k).
+        mask_BL: bool, from ``alignment.py``.
+        weight: weight of this step in the total.
+        kind: ``logits`` (a loss on distributions) or ``feature`` (a regression on ``feature_target_BLD``).
+        feature_target_BLD: what ``hidden_BLD`` should equal, for feature regression.
+    """
+
+    hidden_BLD: Tensor
+    head: Callable[[Tensor], Tensor]
+    shift: int
+    mask_BL: Tensor
+    weight: float
+    kind: Kind = "logits"
+    feature_target_BLD: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftTree:
+    """A proposal. Node 0 is the last committed token; parents precede children; a chain is one child per node.
+
+    Attributes:
+        tokens_BN: target-vocabulary ids; -1 marks an unused node.
+        parents_BN: index of each node's parent; the root's is 0.
+        max_depth: depth of the deepest node the plan can grow (root = 0); a host integer.
+        candidates: how the tokens were picked.
+        q_BNW: distribution node n's children were drawn from, in index order (``sampled`` only).
+    """
+
+    tokens_BN: Tensor
+    parents_BN: Tensor
+    max_depth: int
+    candidates: Candidates
+    q_BNW: Tensor | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accepted:
+    """What verification decided.
+
+    Attributes:
+        path_BN: node indices of the kept path, root first (so it has n_B valid entries), padded with -1;
+            N is max_depth + 1 here.
+        n_B: number of kept nodes, root included (1..max_depth+1); n_B - 1 drafted tokens were accepted.
+        next_B: the target's token after the last kept node (the correction or bonus token).
+    """
+
+    path_BN: Tensor
+    n_B: Tensor
+    next_B: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frontier:
+    """The nodes of one depth that the drafter is asked to continue.
+
+    Attributes:
+        tokens_BF: target-vocabulary ids.
+        depth: depth of these nodes (root = 0), a host integer.
+        parent_BF: index of each node's parent inside the previous frontier (zeros for the root).
+        ancestors_BFM: bool over all nodes fed so far, this frontier included, in feeding order: True where the
+            fed node is an ancestor or the node itself. The root is column 0.
+    """
+
+    tokens_BF: Tensor
+    depth: int
+    parent_BF: Tensor
+    ancestors_BFM: Tensor
