@@ -12,7 +12,6 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
 from distill.kv_cache import KVCache
@@ -67,7 +66,16 @@ class Drafter(nn.Module, ABC):
         """Return an empty decoding state for ``capacity`` committed tokens plus any drafted ones."""
 
     @abstractmethod
-    def extend(self, state: DrafterState, ids_BL: Tensor, next_B: Tensor, output: TargetOutput, n_B: Tensor) -> None:
+    def extend(
+        self,
+        state: Any,
+        ids_BL: Tensor,
+        next_B: Tensor,
+        output: TargetOutput,
+        n_B: Tensor,
+        *,
+        longest: int,
+    ) -> None:
         """Take in tokens the target has processed: prefill chunks and committed paths alike.
 
         Args:
@@ -76,20 +84,17 @@ class Drafter(nn.Module, ABC):
             next_B: the token that follows each row's last valid one.
             output: the target's own features at these positions (same layout).
             n_B: valid entries per row; 0 leaves a row as it is.
+            longest: positions the fullest row has taken in afterwards, known on the host.
         """
 
     @abstractmethod
-    def step(self, state: DrafterState, frontier: Frontier) -> Tensor:
+    def step(self, state: Any, frontier: Frontier) -> Tensor:
         """Return logits_BFW over the draft vocabulary for the children of each frontier node."""
 
     @abstractmethod
-    def rollback(self, state: DrafterState) -> None:
+    def rollback(self, state: Any) -> None:
         """Drop everything ``step`` wrote since the last ``extend``."""
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """Map draft-vocabulary ids to target-vocabulary ids."""
         return ids if self.vocab is None else self.vocab.to_target(ids)
-
-    @torch.no_grad()
-    def prepare_export(self) -> None:
-        """Hook before weights are written (nothing by default)."""

@@ -1,0 +1,105 @@
+"""What to train on, how it is written, how it is packed."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from distill.config import opt
+from distill.errors import UserError
+from distill.sampling import Sampling
+
+Source = Literal["self", "prompts", "chat", "text"]
+
+DEFAULT_SELF_CONVERSATIONS = 1000
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Options of the training data; see ``docs/data.md``."""
+
+    source: Source = opt("self", "self: the target writes prompts and answers; prompts: answers only; chat; text")
+    path: str | None = opt(None, "JSONL file, folder of them, or name of a hub data set; none for source self")
+    subset: str | None = opt(None, "configuration name of a hub data set")
+    split: str = opt("train", "split of a hub data set")
+    folder: str | None = opt(None, "where prepared shards live; null: data/ inside the run folder")
+
+    n_conversations: int | None = opt(None, "stop after this many kept ones; null: 1000 for self, else all")
+    max_tokens: int | None = opt(None, "stop once this many supervised tokens are there; null: no limit")
+    max_minutes: float | None = opt(None, "stop writing after this time, resumed runs included; null: no limit")
+    system: str | None = opt(None, "system message of every conversation; null: whatever the template adds")
+
+    prompt_temperature: float = opt(1.0, "temperature of the user turns the target writes (self)")
+    prompt_top_k: int = opt(50, "top-k of the user turns the target writes (self); 0: off")
+    prompt_top_p: float = opt(1.0, "top-p of the user turns the target writes (self); 1: off")
+    max_prompt_tokens: int = opt(48, "longest user turn the target writes (self); longer ones are dropped")
+
+    greedy_share: float = opt(0.5, "share of conversations answered greedily; the rest is sampled")
+    temperature: float = opt(0.8, "temperature of the sampled answers")
+    top_k: int = opt(0, "top-k of the sampled answers; 0: off")
+    top_p: float = opt(1.0, "top-p of the sampled answers; 1: off")
+    min_answer_tokens: int = opt(8, "answers with fewer tokens are dropped")
+    max_answer_tokens: int = opt(256, "answers are cut here")
+    slots: int = opt(64, "answers written at the same time")
+    shard_size: int = opt(64, "conversations per shard: the most an interruption can lose")
+
+    max_len: int = opt(1024, "longest conversation in tokens; longer ones are cut, longer texts divided")
+    pack_len: int = opt(1024, "tokens in one packed training row, at least max_len")
+    validation: float = opt(0.05, "share of conversations held out, chosen by a hash of their content")
+    seed: int = opt(0, "keys the sampling, the split and the order of batches")
+
+    def __post_init__(self) -> None:
+        if self.source == "self" and self.path is not None:
+            raise UserError(f"data.path must be empty for data.source=self, got {self.path!r}")
+        if self.source != "self" and not self.path:
+            raise UserError(f"data.path must name a file, folder or data set for data.source={self.source}")
+        for name in ("n_conversations", "max_tokens", "max_minutes"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"data.{name} must be above 0, got {value}; null means no limit")
+        for name in ("max_prompt_tokens", "max_answer_tokens", "slots", "shard_size", "max_len", "min_answer_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"data.{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("greedy_share", "validation"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and 0 <= value <= 1):
+                raise UserError(f"data.{name} must be between 0 and 1, got {value}")
+        if self.pack_len < self.max_len:
+            raise UserError(f"data.pack_len must be at least data.max_len ({self.max_len}), got {self.pack_len}")
+        if self.source in ("self", "prompts") and self.max_answer_tokens >= self.max_len:
+            raise UserError(
+                f"data.max_answer_tokens must leave room for a prompt in data.max_len ({self.max_len}), "
+                f"got {self.max_answer_tokens}"
+            )
+        self.prompt_sampling()
+        self.answer_sampling()
+
+    @property
+    def limit(self) -> int | None:
+        """Kept conversations to stop at."""
+        budgets = (self.n_conversations, self.max_tokens, self.max_minutes)
+        if self.source == "self" and not any(budgets):
+            return DEFAULT_SELF_CONVERSATIONS
+        return self.n_conversations
+
+    def prompt_sampling(self) -> Sampling:
+        """How the target picks the tokens of user turns."""
+        return Sampling(
+            temperature=self.prompt_temperature, top_k=self.prompt_top_k, top_p=self.prompt_top_p, seed=2 * self.seed
+        )
+
+    def answer_sampling(self) -> Sampling:
+        """How the target picks the tokens of the answers that are not greedy."""
+        # Another seed than the prompts': request ids are the same, and noise must not repeat.
+        return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=2 * self.seed + 1)
+
+    def writing_settings(self) -> dict[str, object]:
+        """Everything that decides what is in the shards; budgets, sizes of batches and the split do not."""
+        names = ["source"]
+        if self.source in ("self", "prompts"):
+            names += ["system", "greedy_share", "temperature", "top_k", "top_p", "min_answer_tokens"]
+            names += ["max_answer_tokens", "max_len", "seed"]
+        if self.source == "self":
+            names += ["prompt_temperature", "prompt_top_k", "prompt_top_p", "max_prompt_tokens"]
+        if self.source == "text":
+            names += ["max_len"]
+        return {name: getattr(self, name) for name in names}

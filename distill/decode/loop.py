@@ -1,0 +1,309 @@
+"""The one decode loop: propose -> verify -> commit.
+
+Plain autoregressive decoding is this loop with an empty proposal, so every speedup compares like with like.
+Per round there is one pass of the target and one read from the device to the host.
+"""
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from distill.attention import tree_mask
+from distill.decode.coupling import CoupledRanker, RoundNoise
+from distill.decode.records import Generation, Request, StepRecord
+from distill.decode.rows import Rows, compact, merge
+from distill.decode.verify import check_pair, match
+from distill.drafters.base import Drafter
+from distill.errors import UserError
+from distill.kv_cache import KVCache
+from distill.sampling import Sampling, choose
+from distill.target import Target
+from distill.tree import Plan, geometry, grow, root_only
+from distill.types import TargetOutput
+
+OnStep = Callable[[int, StepRecord | None, list[int]], None]
+
+
+class Decoder:
+    """Decodes with a frozen target and, optionally, a drafter and the plan its proposals follow.
+
+    Args:
+        target: the frozen target.
+        drafter: None decodes autoregressively.
+        plan: shape of the proposals; required with a drafter.
+        sampling: temperature, filters and seed.
+        verifier: ``match``.
+        prefill_chunk: prompt tokens per target pass.
+
+    Raises:
+        UserError: a verifier that does not fit, a tree deeper than the drafter can propose.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        plan: Plan | None = None,
+        sampling: Sampling | None = None,
+        verifier: str = "match",
+        prefill_chunk: int = 512,
+    ):
+        assert (drafter is None) == (plan is None), "a drafter needs a plan and a plan a drafter"
+        self.target = target
+        self.drafter = drafter
+        self.plan = plan
+        self.sampling = sampling or Sampling()
+        self.prefill_chunk = prefill_chunk
+        check_pair(verifier, "topk" if self.sampling.greedy else "coupled")
+        if drafter is not None and drafter.max_depth is not None and plan is not None and plan.depth > drafter.max_depth:
+            raise UserError(
+                f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}"
+            )
+        self._taps = () if drafter is None else drafter.taps(drafter.config, target.info)
+        self._eos = frozenset(target.info.eos_ids)
+
+    @torch.inference_mode()
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        *,
+        max_new_tokens: int,
+        request_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        on_step: OnStep | None = None,
+    ) -> list[Generation]:
+        """Continue every prompt, all in one batch.
+
+        Args:
+            prompts: token ids, each at least one long.
+            max_new_tokens: generated tokens at most.
+            request_ids: keys of the noise; the row index by default.
+            ignore_eos: keep going past the end of text (pure speed runs).
+            on_step: called as ``on_step(row, record, new_ids)``; record is None for the prefill's token.
+
+        Raises:
+            UserError: empty prompt, or prompt plus new tokens longer than the model's context.
+        """
+        ids = request_ids if request_ids is not None else range(len(prompts))
+        requests = [
+            Request(prompt=list(prompt), max_new_tokens=max_new_tokens, request_id=i)
+            for prompt, i in zip(prompts, ids, strict=True)
+        ]
+        if not requests:
+            return []
+        rows = self._admit(requests, ignore_eos=ignore_eos, on_step=on_step)
+        while any(rows.active):
+            self._round(rows, ignore_eos=ignore_eos, on_step=on_step)
+        return rows.results
+
+    @torch.inference_mode()
+    def stream(self, requests: Iterable[Request], *, slots: int, ignore_eos: bool = False) -> Iterator[Generation]:
+        """Decode many requests autoregressively, refilling slots as they finish; yields in finishing order."""
+        assert self.drafter is None, "slots are refilled in autoregressive decoding only"
+        waiting = iter(requests)
+        rows: Rows | None = None
+        exhausted = False
+        while True:
+            free = slots if rows is None else rows.active.count(False) + slots - len(rows.active)
+            # Prefilling in groups keeps the batch full without a prefill pass per finished row.
+            if not exhausted and (rows is None or free * 8 >= slots or not any(rows.active)):
+                new = []
+                while len(new) < free and not exhausted:
+                    request = next(waiting, None)
+                    exhausted = request is None
+                    if request is not None:
+                        new.append(request)
+                if new:
+                    fresh = self._admit(new, ignore_eos=ignore_eos)
+                    yield from (g for b, g in enumerate(fresh.results) if not fresh.active[b])
+                    rows = fresh if rows is None else merge(rows, fresh)
+            if rows is None or not any(rows.active):
+                if exhausted:
+                    return
+                continue
+            before = list(rows.active)
+            self._round(rows, ignore_eos=ignore_eos)
+            yield from (rows.results[b] for b, was in enumerate(before) if was and not rows.active[b])
+            if exhausted and rows.active.count(True) * 2 <= len(rows.active):
+                rows = compact(rows)
+
+    def _check(self, request: Request) -> None:
+        limit = self.target.info.max_positions
+        total = len(request.prompt) + request.max_new_tokens
+        if not request.prompt:
+            raise UserError("a prompt must have at least one token, got none")
+        if request.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens must be >= 1, got {request.max_new_tokens}")
+        if total > limit:
+            raise UserError(
+                f"prompt plus max_new_tokens must fit the model's {limit} positions, got "
+                f"{len(request.prompt)} + {request.max_new_tokens}; shorten the prompt or lower max_new_tokens"
+            )
+        if request.sampling is not None and not request.sampling.greedy and request.sampling != self.sampling:
+            raise UserError("a batch can mix greedy rows with one sampled setting only")
+
+    def _admit(self, requests: list[Request], *, ignore_eos: bool, on_step: OnStep | None = None) -> Rows:
+        """Prefill a batch of requests and emit each row's first token."""
+        start = time.perf_counter()
+        for request in requests:
+            self._check(request)
+        device, batch = self.target.device, len(requests)
+        extra = 1 if self.plan is None else max(self.plan.n_nodes, self.plan.fed) + self.plan.depth + 1
+        capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + extra
+        greedy = [(r.sampling or self.sampling).greedy for r in requests]
+        rows = Rows(
+            cache=self.target.new_cache(batch, capacity),
+            drafter=None if self.drafter is None else self.drafter.new_state(batch, capacity),
+            root_B=torch.zeros(batch, dtype=torch.long, device=device),
+            request_B=torch.tensor([r.request_id for r in requests], device=device),
+            greedy_B=torch.tensor(greedy, device=device),
+            active_B=torch.ones(batch, dtype=torch.bool, device=device),
+            lengths=[0] * batch,
+            requests=requests,
+            results=[Generation(request_id=r.request_id, prompt_len=len(r.prompt), tag=r.tag) for r in requests],
+            started=[start] * batch,
+            active=[True] * batch,
+        )
+        longest = max(len(r.prompt) for r in requests)
+        for begin in range(0, longest, self.prefill_chunk):
+            self._prefill(rows, begin, min(begin + self.prefill_chunk, longest))
+        now = time.perf_counter()
+        for b, token in enumerate(rows.root_B.tolist()):
+            result = rows.results[b]
+            result.ttft_s = now - start
+            rows.started[b] = now
+            self._emit(rows, b, [token], ignore_eos=ignore_eos)
+            if on_step is not None:
+                on_step(b, None, [token])
+        return rows
+
+    def _prefill(self, rows: Rows, begin: int, end: int) -> None:
+        """Feed prompt tokens [begin, end); rows that end inside get their first token as root."""
+        device = self.target.device
+        prompts = [r.prompt for r in rows.requests]
+        width = end - begin
+        chunk = [p[begin:end] + [0] * (width - len(p[begin:end])) for p in prompts]
+        ids_BL = torch.tensor(chunk, device=device)
+        count = [max(0, min(len(p), end) - begin) for p in prompts]
+        n_B = torch.tensor(count, device=device)
+        depths_BL = torch.arange(width, device=device).expand(len(prompts), -1)
+        causal = torch.ones(width, width, dtype=torch.bool, device=device).tril().expand(len(prompts), -1, -1)
+        output = self._forward(rows.cache, ids_BL, depths_BL, causal)
+        last_B = (n_B - 1).clamp(min=0)
+        hidden_B1D = output.last_BLD[torch.arange(len(prompts), device=device), last_B][:, None]
+        first_B = self._choose(rows, self.target.logits(hidden_B1D), rows.cache.lengths_B + n_B, depths_BL[:, :1], 1)
+        follows = [p[end] if len(p) > end else 0 for p in prompts]
+        ends_here_B = torch.tensor([begin < len(p) <= end for p in prompts], device=device)
+        next_B = torch.where(ends_here_B, first_B[:, 0], torch.tensor(follows, device=device))
+        rows.root_B = torch.where(ends_here_B, first_B[:, 0], rows.root_B)
+        rows.lengths = [length + n for length, n in zip(rows.lengths, count, strict=True)]
+        rows.cache.advance(n_B, longest=max(rows.lengths))
+        if self.drafter is not None:
+            self.drafter.extend(rows.drafter, ids_BL, next_B, output, n_B, longest=max(rows.lengths))
+
+    def _forward(self, cache: KVCache, ids_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor) -> TargetOutput:
+        """One target pass over nodes that hang below each row's committed tokens."""
+        view = cache.begin(ids_BN.shape[1])
+        mask = tree_mask(
+            lengths_B=cache.lengths_B,
+            ancestors_BNM=ancestors_BNN,
+            depths_BM=depths_BN,
+            view=view,
+            window=self.target.info.sliding_window,
+        )
+        positions_BN = cache.lengths_B[:, None] + depths_BN
+        return self.target.forward(
+            ids_BN.clamp(min=0), positions_BL=positions_BN, mask=mask, cache=cache, taps=self._taps
+        )
+
+    def _choose(self, rows: Rows, logits_BNV: Tensor, first_B: Tensor, depths_BN: Tensor, count: int) -> Tensor:
+        """The target's own token after every node; ``first_B`` is the position of the token after depth 0."""
+        noise = RoundNoise.draw(self.sampling, rows.request_B, first_B, count=count, vocab=logits_BNV.shape[-1])
+        return self._choose_with(rows, logits_BNV, noise, depths_BN)
+
+    def _choose_with(self, rows: Rows, logits_BNV: Tensor, noise: RoundNoise, depths_BN: Tensor) -> Tensor:
+        chosen_BN = choose(logits_BNV, self.sampling, noise.at_depths(depths_BN))
+        if self.sampling.greedy:
+            return chosen_BN
+        return torch.where(rows.greedy_B[:, None], logits_BNV.argmax(-1), chosen_BN)
+
+    def _round(self, rows: Rows, *, ignore_eos: bool, on_step: OnStep | None = None) -> None:
+        """One round for every active row."""
+        noise = RoundNoise.draw(
+            self.sampling,
+            rows.request_B,
+            rows.cache.lengths_B + 1,
+            count=1 if self.plan is None else self.plan.depth + 1,
+            vocab=self.target.info.vocab_size,
+        )
+        if self.drafter is None or self.plan is None:
+            tree = root_only(rows.root_B)
+        else:
+            columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
+            ranker = CoupledRanker(self.sampling, noise, columns)
+            tree = grow(self.drafter, rows.drafter, self.plan, rows.root_B, ranker)
+            self.drafter.rollback(rows.drafter)
+        ancestors_BNN, depths_BN = geometry(tree.parents_BN, tree.max_depth)
+        output = self._forward(rows.cache, tree.tokens_BN, depths_BN, ancestors_BNN)
+        chosen_BN = self._choose_with(rows, self.target.logits(output.last_BLD), noise, depths_BN)
+        accepted = match(tree, chosen_BN)
+        n_B = torch.where(rows.active_B, accepted.n_B, 0)
+        path_BP = accepted.path_BN
+        # The one read of the round: counts, next token, the path and the tree's tokens, packed.
+        packed = torch.cat([n_B[:, None], accepted.next_B[:, None], path_BP, tree.tokens_BN], 1).tolist()
+        counts = [row[0] for row in packed]
+        rows.lengths = [length + n for length, n in zip(rows.lengths, counts, strict=True)]
+        rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
+        rows.root_B = torch.where(rows.active_B, accepted.next_B, rows.root_B)
+        if self.drafter is not None:
+            keep = path_BP.clamp(min=0)
+            self.drafter.extend(
+                rows.drafter,
+                tree.tokens_BN.gather(1, keep),
+                accepted.next_B,
+                _gather(output, keep),
+                n_B,
+                longest=max(rows.lengths),
+            )
+        width = path_BP.shape[1]
+        for b in rows.live:
+            path, tokens = packed[b][2 : 2 + counts[b]], packed[b][2 + width :]
+            new = [tokens[i] for i in path[1:]] + [packed[b][1]]
+            others = tuple(t for i, t in enumerate(tokens) if i not in path and t >= 0)
+            kept = self._emit(rows, b, new, ignore_eos=ignore_eos)
+            record = StepRecord(
+                tokens=tuple(kept),
+                accepted=min(len(new) - 1, len(kept)),
+                offered=len(kept) if len(kept) < len(new) else tree.max_depth,
+                rejected=others,
+            )
+            rows.results[b].steps.append(record)
+            if on_step is not None:
+                on_step(b, record, kept)
+
+    def _emit(self, rows: Rows, b: int, new: list[int], *, ignore_eos: bool) -> list[int]:
+        """Append to row b, cut at the end of text and at the limit; marks the row finished."""
+        result, request = rows.results[b], rows.requests[b]
+        kept = new[: request.max_new_tokens - len(result.ids)]
+        if not ignore_eos:
+            stop = next((i for i, token in enumerate(kept) if token in self._eos), None)
+            if stop is not None:
+                kept, result.finished = kept[: stop + 1], "eos"
+        result.ids.extend(kept)
+        result.decode_s = time.perf_counter() - rows.started[b]
+        if result.finished == "eos" or len(result.ids) >= request.max_new_tokens:
+            rows.active[b] = False
+            rows.active_B[b] = False
+        return kept
+
+
+def _gather(output: TargetOutput, index_BP: Tensor) -> TargetOutput:
+    """Keep the positions ``index_BP`` of every feature."""
+
+    def pick(x_BLD: Tensor) -> Tensor:
+        return x_BLD.gather(1, index_BP[:, :, None].expand(-1, -1, x_BLD.shape[2]))
+
+    return TargetOutput(last_BLD=pick(output.last_BLD), taps={k: pick(x) for k, x in output.taps.items()})

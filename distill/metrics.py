@@ -1,0 +1,59 @@
+"""What is measured, with formulas. Acceptance length always includes the target's own token (the "+1").
+
+* tau = new tokens per target pass = sum over passes of emitted tokens / passes; autoregressive = 1.
+* S_d = share of passes whose first d drafted tokens were all accepted; tau = 1 + sum_d S_d.
+* conditional acceptance at depth d = S_d / S_{d-1}, over passes that offered depth d.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Step(Protocol):
+    """One target pass (``decode.StepRecord``)."""
+
+    @property
+    def tokens(self) -> tuple[int, ...]: ...
+    @property
+    def accepted(self) -> int: ...
+    @property
+    def offered(self) -> int: ...
+
+
+def tau(steps: Sequence[Step]) -> float:
+    """Acceptance length pooled over passes; NaN without any pass."""
+    return sum(len(s.tokens) for s in steps) / len(steps) if steps else float("nan")
+
+
+def accept_by_depth(steps: Sequence[Step]) -> list[float]:
+    """Conditional acceptance per depth: P(depth d accepted | d-1 accepted and d offered)."""
+    deepest = max((s.offered for s in steps), default=0)
+    rates = []
+    for depth in range(1, deepest + 1):
+        tried = sum(s.offered >= depth and s.accepted >= depth - 1 for s in steps)
+        kept = sum(s.accepted >= depth for s in steps)
+        rates.append(kept / tried if tried else float("nan"))
+    return rates
+
+
+def simulated_tau(hits_KBL: Tensor, valid_KBL: Tensor) -> Tensor:
+    """Acceptance length a greedy chain of K drafts would reach: 1 + sum_k P(steps 0..k all hit).
+
+    Args:
+        hits_KBL: step k's argmax equals the target's argmax, at draft start i.
+        valid_KBL: the step counts there.
+
+    The mean runs over every start where step 0 counts; a later step that does not count (the text ends
+    before it) is a miss, as it is at decoding time.
+    """
+    accepted, starts = simulated_sums(hits_KBL, valid_KBL)
+    return 1 + accepted / starts.clamp(min=1)
+
+
+def simulated_sums(hits_KBL: Tensor, valid_KBL: Tensor) -> tuple[Tensor, Tensor]:
+    """(accepted drafts, starts), to be added up over batches; simulated tau = 1 + accepted / starts."""
+    prefix_KBL = (hits_KBL & valid_KBL).to(torch.uint8).cummin(0).values
+    return prefix_KBL.sum(), valid_KBL[0].sum()

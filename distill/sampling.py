@@ -1,0 +1,118 @@
+"""Warping logits as transformers does it, and Gumbel noise that is a pure function of its key.
+
+A token drawn as ``argmax(warp(logits) + G)`` with G standard Gumbel follows softmax(warp(logits)) (the
+Gumbel-max trick). Because G depends only on (seed, request, position, vocabulary id), the token at a
+position is a function of the prefix alone, whoever asks: plain decoding, a tree of any shape, a batch of
+any size. That is what makes sampled losslessness testable by equality.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distill.errors import UserError
+
+_MASK32 = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How the target picks tokens: temperature 0 is argmax; top_k 0 and top_p 1 switch those filters off."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"temperature must be a finite number >= 0, got {self.temperature}; 0 means greedy")
+        if self.top_k < 0:
+            raise UserError(f"top_k must be >= 0, got {self.top_k}; 0 switches it off")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off")
+
+    @property
+    def greedy(self) -> bool:
+        """True when no noise is used."""
+        return self.temperature == 0
+
+
+def warp(logits: Tensor, sampling: Sampling) -> Tensor:
+    """Temperature, then top-k, then top-p over the last axis; filtered entries become -inf.
+
+    The same distribution as transformers' logits processors in that order; tokens tied with the last
+    survivor all stay (transformers leaves their order open), so the result never depends on a sort order.
+    With both filters on, top-p only looks at the k survivors, which spares a sort of the vocabulary.
+    """
+    if sampling.greedy:
+        return logits
+    logits = logits / sampling.temperature
+    vocab = logits.shape[-1]
+    k = min(sampling.top_k or vocab, vocab)
+    if k == vocab and sampling.top_p == 1:
+        return logits
+    values = logits.topk(k, dim=-1).values if k < vocab else logits.sort(dim=-1, descending=True).values
+    threshold = values[..., -1:]
+    if sampling.top_p < 1:
+        survivors = logits if k == vocab else logits.masked_fill(logits < threshold, float("-inf"))
+        probs = (values - survivors.logsumexp(-1, keepdim=True)).exp()
+        # A token stays while the mass before it is below top_p; the first always stays.
+        n_kept = (probs.cumsum(-1) - probs < sampling.top_p).sum(-1, keepdim=True).clamp(min=1)
+        threshold = values.gather(-1, n_kept - 1)
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """Bijective 32-bit finaliser (the "lowbias32" constants by Chris Wellons); int32 wraps around."""
+    x = x ^ ((x >> 16) & 0xFFFF)
+    x = x * 0x21F0AAAD
+    x = x ^ ((x >> 15) & 0x1FFFF)
+    x = x * -0x2D2968A9  # 0xD2D69757 as a signed number
+    return x ^ ((x >> 15) & 0x1FFFF)
+
+
+def _key(seed: int, request_B: Tensor, position_BP: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words per (seed, request, position), by 64-bit splitmix rounds."""
+
+    def splitmix(x: Tensor) -> Tensor:
+        x = x + -0x61C8864680B583EB  # 0x9E3779B97F4A7C15 as a signed number; int64 wraps around
+        x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47  # 0xBF58476D1CE4E5B9
+        x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
+        return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+    base = splitmix(torch.tensor(seed, dtype=torch.long, device=position_BP.device))
+    key_BP = splitmix(splitmix(base ^ request_B.long())[:, None] ^ position_BP.long())
+    return (key_BP & _MASK32), ((key_BP >> 32) & _MASK32)
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Tensor:
+    """Standard Gumbel noise G_BPV in fp32, a counter-based hash of (seed, request, position, vocabulary id).
+
+    Args:
+        seed: the run's seed.
+        request_B: integer that tells requests apart; equal prompts with different requests differ.
+        position_BP: absolute position of the token being produced.
+        vocab: vocabulary size V.
+    """
+    low, high = _key(seed, request_B, position_BP)
+    ids_V = torch.arange(vocab, dtype=torch.int32, device=position_BP.device)
+    bits = _mix32(_mix32(ids_V ^ _as_int32(low)[..., None]) ^ _as_int32(high)[..., None])
+    # 31 bits, so that small v (where the largest noise comes from) is exact in fp32; v stays below 1.
+    v = (bits & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
+    return v.neg_().log1p_().neg_().log_().neg_()
+
+
+def choose(logits_BNV: Tensor, sampling: Sampling, noise_BNV: Tensor | None = None) -> Tensor:
+    """Return the token each row of logits emits: argmax(warp(logits) + noise), plain argmax when greedy."""
+    if sampling.greedy:
+        return logits_BNV.argmax(-1)
+    assert noise_BNV is not None, "sampling needs keyed noise"
+    exact = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
+    return (warp(exact, sampling) + noise_BNV).argmax(-1)

@@ -1,0 +1,173 @@
+"""From a ``TargetConfig`` to a checked ``Target``; every failure is one sentence."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from distill.errors import UserError, did_you_mean
+from distill.target import fingerprint
+from distill.target.check import verify
+from distill.target.model import Target, TargetConfig
+from distill.target.packaged import smollm2_folder
+from distill.target.quiet import no_bars
+from distill.target.tiny import FAMILIES, tiny_target
+
+DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "float64": torch.float64,
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+
+
+def load_target(config: TargetConfig) -> Target:
+    """Load, freeze and check the target that ``config`` names.
+
+    Raises:
+        UserError: unknown name, no network, damaged files, unsupported architecture or device.
+    """
+    if config.dtype not in DTYPES:
+        raise UserError(
+            f"target.dtype must be one of {', '.join(DTYPES)}, got {config.dtype!r}."
+            f"{did_you_mean(config.dtype, DTYPES)}"
+        )
+    device = _device(config.device)
+    if config.name == "tiny" or config.name.startswith("tiny-"):
+        target = tiny_target(
+            config.name.removeprefix("tiny").removeprefix("-") or next(iter(FAMILIES)),
+            seed=config.seed,
+            dtype=DTYPES[config.dtype],
+            device=device,
+            tokenizer=True,
+            attention=None if config.attention == "auto" else config.attention,
+        )
+    else:
+        target = _from_folder(_folder(config), config, device)
+    if config.verify:
+        verify(target)
+    return target
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"target.device must be auto or a device of this machine, got {name!r} ({reason}); use cpu"
+        ) from error
+    return device
+
+
+def _folder(config: TargetConfig) -> Path:
+    """Return the local folder of the model, downloading it first where ``config.name`` is a hub name."""
+    if config.name == "smollm2":
+        return smollm2_folder()
+    folder = Path(config.name).expanduser()
+    if folder.is_dir():
+        return folder
+    wanted = [*_HUB_FILES, "*.py"] if config.trust_remote_code else _HUB_FILES
+    hint = "give a local folder, smollm2 or tiny to work without the hub"
+    try:
+        # Only the root of the repository: subfolders hold other formats of the same weights.
+        found = snapshot_download(
+            config.name,
+            revision=config.revision,
+            allow_patterns=wanted,
+            ignore_patterns=["*/*", "consolidated*"],
+        )
+    except HFValidationError as error:
+        raise UserError(
+            f"target.name must be smollm2, tiny, tiny-<family>, an existing folder or a hub name, got "
+            f"{config.name!r}.{did_you_mean(config.name, ['smollm2', 'tiny', *(f'tiny-{f}' for f in FAMILIES)])}"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise UserError(
+            f"target {config.name!r} is neither a local folder nor in the local hub cache, and the hub cannot be "
+            f"reached; check the name and the network, or {hint}"
+        ) from error
+    except HfHubHTTPError as error:
+        raise UserError(
+            f"target {config.name!r} could not be fetched from the hub ({_reason(error)}); check the name, the "
+            f"revision and your access to it, or {hint}"
+        ) from error
+    except OSError as error:
+        raise UserError(f"target {config.name!r} could not be stored ({_reason(error)}); {hint}") from error
+    return Path(found)
+
+
+def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Target:
+    if not (folder / "config.json").is_file():
+        raise UserError(
+            f"target folder must be a transformers model with a config.json, got {folder} without one"
+        )
+    fingerprint.weight_files(folder)
+    trust = config.trust_remote_code
+    with _load_errors(folder), no_bars():
+        hf_config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+        options: dict[str, Any] = {"attn_implementation": _attention(config, hf_config)}
+        quantised = getattr(hf_config, "quantization_config", None) is not None
+        if quantised:  # such weights are placed while they load and cannot be cast or moved afterwards
+            options["device_map"] = {"": device}
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=DTYPES[config.dtype],
+            use_safetensors=True,
+            trust_remote_code=trust,
+            output_loading_info=True,
+            **options,
+        )
+        tokenizer = None
+        if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
+    if missing := sorted(report["missing_keys"]):
+        raise UserError(
+            f"weights of target {folder} must be complete, got {len(missing)} missing ({missing[0]}, ...); "
+            "fetch or save the model again"
+        )
+    if not quantised:
+        model = model.to(device)
+    return Target(
+        model, name=config.name, tokenizer=tokenizer, weights=lambda: fingerprint.folder_weights(folder)
+    )
+
+
+def _attention(config: TargetConfig, hf_config: Any) -> str | None:
+    """Pick the attention implementation; None leaves the choice (sdpa where supported) to transformers."""
+    if config.attention != "auto":
+        return config.attention
+    # sdpa has no place for soft-capping.
+    capped = getattr(hf_config.get_text_config(), "attn_logit_softcapping", None)
+    return "eager" if capped else None
+
+
+@contextmanager
+def _load_errors(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except SafetensorError as error:
+        raise UserError(
+            f"weights in {folder} must be readable safetensors, got a truncated or corrupted file ({error}); "
+            "fetch the model again"
+        ) from error
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        raise UserError(
+            f"target {folder} must be a causal LM that transformers can load, got: {_reason(error)}"
+        ) from error
+
+
+def _reason(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,340 @@
+"""The frozen target behind one class: features, logits and embeddings, the same for training and decoding."""
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from jinja2.exceptions import TemplateError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from distill.attention import AttentionMask, packed_mask
+from distill.config import opt
+from distill.errors import UserError
+from distill.kv_cache import KVCache
+from distill.target import fingerprint
+from distill.types import TargetOutput
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+@dataclass(kw_only=True)
+class TargetConfig:
+    """Which frozen model to run, and how."""
+
+    name: str = opt("smollm2", "smollm2 (packaged), tiny, tiny-<family>, a local folder or a hub name")
+    dtype: Literal["bfloat16", "float16", "float32", "float64"] = opt("bfloat16", "precision of the weights")
+    device: str = opt("auto", "auto (cuda where there is one), cpu, cuda, cuda:1, ...")
+    revision: str | None = opt(None, "hub revision: branch, tag or commit")
+    attention: Literal["auto", "sdpa", "eager"] = opt("auto", "attention implementation of the model")
+    trust_remote_code: bool = opt(False, "run code that comes with the model")
+    seed: int = opt(0, "seed of the random weights (tiny targets only)")
+    verify: bool = opt(True, "compare with the model's own logits and masks at start-up")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """Numbers that drafters, caches and exports need.
+
+    Attributes:
+        name: the name it was loaded under.
+        model_type: transformers' model type of the decoder.
+        n_layers: decoder layers; also the index of ``tap_out``.
+        hidden_size: D.
+        vocab_size: V, the rows of the output head.
+        n_heads: query heads.
+        n_kv_heads: key/value heads.
+        head_dim: width of a head.
+        intermediate_size: width of the feed-forward layer.
+        rms_norm_eps: epsilon of the norms.
+        rope_parameters: rotary settings of the full-attention layers (rope_theta, rope_type, ...).
+        max_positions: longest context, in tokens, over which positions keep one meaning.
+        eos_ids: ids that end a generation.
+        sliding_window: window in positions where some layers have one, else None; masks are built with it.
+    """
+
+    name: str
+    model_type: str
+    n_layers: int
+    hidden_size: int
+    vocab_size: int
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope_parameters: dict[str, Any]
+    max_positions: int
+    eos_ids: tuple[int, ...]
+    sliding_window: int | None
+
+    @property
+    def tap_out(self) -> int:
+        """Tap index of the residual after the last layer, before the final norm."""
+        return self.n_layers
+
+
+class Target:
+    """A frozen transformers causal LM whose attention honours a 4-D mask.
+
+    Not an ``nn.Module``, so that it never enters a drafter's state dict or optimiser.
+
+    Args:
+        model: the causal LM; it is put into evaluation mode and frozen.
+        name: what to call it in messages and records.
+        tokenizer: its tokenizer; None where only ids are used.
+        weights: returns the digest of the weights; by default the weights in memory are hashed.
+
+    Raises:
+        UserError: the architecture cannot be run this way.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        name: str,
+        tokenizer: Any = None,
+        weights: Callable[[], str] | None = None,
+    ):
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self._backbone: Any = model.get_decoder()
+        self.config_hf: Any = self._backbone.config
+        self.device: torch.device = model.device
+        self.dtype: torch.dtype = model.dtype
+        self._weights = weights or (lambda: fingerprint.state_weights(model.state_dict()))
+        self._embedding: Any = model.get_input_embeddings()
+        self._head: Any = model.get_output_embeddings()
+        self._kinds = _layer_kinds(self.config_hf, name)
+        self._layers = _decoder_layers(self._backbone, self.config_hf.num_hidden_layers, name)
+        self._additive = self.config_hf._attn_implementation == "eager"
+        if self.config_hf._attn_implementation not in ("sdpa", "eager"):
+            raise UserError(
+                f"attention of target {name} must be sdpa or eager, got "
+                f"{self.config_hf._attn_implementation}; set target.attention to one of them"
+            )
+        if self._head is None:
+            raise UserError(f"target {name} must be a causal language model, got one without an output head")
+        self.info = _info(self, name)
+
+    @cached_property
+    def fingerprint(self) -> dict[str, str]:
+        """Digests of ``weights``, ``tokenizer`` and ``chat_template``, 16 hex digits each or "none"."""
+        return {
+            "weights": self._weights(),
+            "tokenizer": fingerprint.tokenizer_digest(self.tokenizer),
+            "chat_template": fingerprint.chat_template_digest(self.tokenizer),
+        }
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return what enters layer 0 for ``ids`` [...]: [..., D], any embedding scale included."""
+        scale = getattr(self.config_hf, "embedding_multiplier", None)  # Granite scales outside its module
+        embedded = self._embedding(ids)
+        return embedded if scale is None else embedded * scale
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Map hidden [..., D] to logits [..., V] as the model does: head, logit scale, soft-capping.
+
+        Differentiable with respect to ``hidden``; the head itself is frozen.
+        """
+        config = self.config_hf
+        logits = self._head(hidden.to(self.dtype))
+        if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
+            logits = logits / divisor
+        if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
+            logits = logits * factor
+        if (cap := getattr(config, "final_logit_softcapping", None)) is not None:  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Return a copy of the output head's rows for ``ids`` [N]: [N, D]."""
+        return self._head.weight[ids.to(self.device)].clone()
+
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BL: Tensor,
+        *,
+        positions_BL: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        cache: KVCache | None = None,
+        taps: Iterable[int] = (),
+    ) -> TargetOutput:
+        """Run the backbone, never the head.
+
+        Args:
+            ids_BL: token ids (padding clamped to a valid id).
+            positions_BL: position of each token; 0..L-1 by default.
+            mask: who sees whom, per kind of layer; by default plain causal attention over ``ids_BL``.
+            cache: where keys and values are kept; the caller has announced the write with ``cache.begin``
+                and gives positions and mask.
+            taps: hidden states to keep; tap k enters layer k, tap n leaves the last one.
+
+        Returns:
+            The last hidden state after the final norm, and the requested taps only.
+        """
+        if cache is not None and (mask is None or positions_BL is None):
+            raise ValueError("forward with a cache needs positions_BL and mask, since slots are not positions")
+        if positions_BL is None:
+            positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
+        if mask is None:
+            mask = packed_mask(torch.zeros_like(ids_BL), positions_BL, window=self.info.sliding_window)
+        taps = tuple(taps)
+        caught: dict[int, Tensor] = {}
+        # Hooks live for this call only: nothing is left on the model, even when the forward fails.
+        with ExitStack() as hooks:
+            for tap in taps:
+                hooks.callback(self._catch(tap, caught).remove)
+            output = self._backbone(
+                input_ids=ids_BL,
+                attention_mask=self._native(mask),
+                position_ids=positions_BL,
+                cache=cache,
+                use_cache=cache is not None,
+            )
+        return TargetOutput(last_BLD=output.last_hidden_state, taps={tap: caught[tap] for tap in taps})
+
+    def new_cache(self, batch_size: int, capacity: int) -> KVCache:
+        """Return an empty cache with this model's shapes for ``batch_size`` rows of ``capacity`` slots."""
+        return KVCache(
+            n_layers=self.info.n_layers,
+            batch_size=batch_size,
+            n_kv_heads=self.info.n_kv_heads,
+            capacity=capacity,
+            head_dim=self.info.head_dim,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
+        """Render ``messages`` (role, content) with the chat template and return the ids.
+
+        Raises:
+            UserError: there is no chat template, or it refuses these messages.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is None:
+            raise UserError(
+                f"target {self.info.name} must have a chat template to encode a conversation, got none; "
+                "use an instruction-tuned target, or data=text"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+            )
+        except TemplateError as error:
+            raise UserError(
+                f"messages must fit the chat template of target {self.info.name}, got: {error}; "
+                "check their roles and their order"
+            ) from error
+
+    def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """Turn ids into text."""
+        if self.tokenizer is None:
+            raise UserError(f"target {self.info.name} must have a tokenizer to decode ids, got none")
+        return self.tokenizer.decode(
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def _native(self, mask: AttentionMask) -> Tensor | dict[str, Tensor]:
+        """Give the mask the form this model takes: bool or additive, one tensor or one per kind of layer."""
+        by_kind = {FULL: mask.full_B1QT, SLIDING: mask.sliding_B1QT}
+        native: dict[str, Tensor] = {}
+        for kind in self._kinds:
+            allowed = by_kind[kind]
+            if allowed is None:
+                raise ValueError("this target has sliding-window layers: build the mask with its window")
+            native[kind] = self._to_additive(allowed) if self._additive else allowed
+        return native if len(native) > 1 else native[self._kinds[0]]
+
+    def _to_additive(self, allowed: Tensor) -> Tensor:
+        blocked = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
+        return blocked.masked_fill_(~allowed, torch.finfo(self.dtype).min)
+
+    def _catch(self, tap: int, caught: dict[int, Tensor]) -> Any:
+        if not 0 <= tap <= self.info.n_layers:
+            raise ValueError(f"tap must be in 0..{self.info.n_layers}, got {tap}")
+
+        def entering(_module: nn.Module, args: tuple, kwargs: dict) -> None:
+            caught[tap] = args[0] if args else kwargs["hidden_states"]
+
+        def leaving(_module: nn.Module, _args: tuple, output: Any) -> None:
+            caught[tap] = output[0] if isinstance(output, tuple) else output
+
+        if tap == self.info.n_layers:
+            return self._layers[-1].register_forward_hook(leaving)
+        return self._layers[tap].register_forward_pre_hook(entering, with_kwargs=True)
+
+
+def _layer_kinds(config: Any, name: str) -> tuple[str, ...]:
+    """Return the kinds of attention the layers use; without ``layer_types`` a window applies to all."""
+    types = getattr(config, "layer_types", None)
+    if not types:
+        return (SLIDING,) if getattr(config, "sliding_window", None) else (FULL,)
+    kinds = tuple(dict.fromkeys(types[: config.num_hidden_layers]))
+    if unknown := set(kinds) - {FULL, SLIDING}:
+        raise UserError(
+            f"layers of target {name} must be full or sliding-window attention, got "
+            f"{', '.join(sorted(unknown))}; choose a target without them"
+        )
+    return kinds
+
+
+def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Module]:
+    for child in backbone.children():
+        if isinstance(child, nn.ModuleList) and len(child) >= n_layers:
+            return list(child)[:n_layers]
+    raise UserError(
+        f"target {name} must keep its {n_layers} decoder layers in one list, got {type(backbone).__name__} "
+        "without one; choose another architecture"
+    )
+
+
+def _info(target: Target, name: str) -> TargetInfo:
+    config = target.config_hf
+    heads = getattr(config, "num_attention_heads", None)
+    if not heads:
+        raise UserError(f"target {name} must be built from attention layers, got {config.model_type}")
+    eps = (getattr(config, key, None) for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope = dict(rope.get(FULL, rope))
+    return TargetInfo(
+        name=name,
+        model_type=config.model_type,
+        n_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=target._head.weight.shape[0],
+        n_heads=heads,
+        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+        rms_norm_eps=next((value for value in eps if value is not None), 1e-6),
+        rope_parameters=rope,
+        max_positions=_max_positions(config, rope),
+        eos_ids=_eos_ids(target),
+        sliding_window=config.sliding_window if SLIDING in target._kinds else None,
+    )
+
+
+def _max_positions(config: Any, rope: dict[str, Any]) -> int:
+    limit = config.max_position_embeddings
+    # Past the original length these two change the frequencies of the whole forward, cached keys excepted:
+    # a tree that crosses it would not decode what plain decoding does.
+    if rope.get("rope_type") in ("longrope", "dynamic"):
+        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
+    return limit
+
+
+def _eos_ids(target: Target) -> tuple[int, ...]:
+    generation = getattr(target.model, "generation_config", None)
+    found: list[int] = []
+    for source in (generation, target.config_hf, target.tokenizer):
+        value = getattr(source, "eos_token_id", None)
+        found += value if isinstance(value, list) else [] if value is None else [value]
+    return tuple(dict.fromkeys(found))

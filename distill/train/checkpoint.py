@@ -1,0 +1,140 @@
+"""Checkpoints that survive anything: written whole or not at all, the last good one never lost.
+
+``checkpoints/index.json`` names the last and the best checkpoint; it is replaced after a new file is complete and
+before an old one goes. They are this program's own files, yet loaded as plain tensors and numbers only
+(``weights_only``): a checkpoint from elsewhere cannot run code.
+"""
+
+import json
+import os
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins import CheckpointIO
+
+from distill.errors import UserError
+from distill.export.format import write_atomic
+from distill.train.callbacks import AfterStep
+from distill.train.schedule import Plan
+
+INDEX = "index.json"
+
+
+class AtomicCheckpointIO(CheckpointIO):
+    """Lightning's file access: temporary name, sync, replace; loads no objects, only tensors and numbers."""
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write ``checkpoint`` to ``path``.
+
+        Raises:
+            UserError: the disk is full or read-only; what was there stays.
+        """
+        path = Path(path)
+        temporary = path.with_name(f".{path.name}.tmp")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with temporary.open("wb") as file:
+                torch.save(checkpoint, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
+            raise UserError(f"checkpoint {path} must be writable, got {error}; free some space and resume") from error
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint.
+
+        Raises:
+            UserError: missing, damaged, or holding anything but tensors and plain values.
+        """
+        try:
+            return torch.load(path, map_location=map_location, weights_only=True)
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(f"{path} must be a whole checkpoint of this program, got {first}") from error
+
+    def remove_checkpoint(self, path: Any) -> None:
+        """Delete a checkpoint."""
+        Path(path).unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """A checkpoint that can be loaded."""
+
+    path: Path
+    step: int
+
+
+def find_last(folder: Path, *, say: Callable[[str], None]) -> Found | None:
+    """Return the newest checkpoint that loads; damaged ones are named and passed over. None for a fresh run."""
+    for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
+        try:
+            AtomicCheckpointIO().load_checkpoint(path)
+        except UserError as error:
+            say(f"{error}; trying the one before")
+            continue
+        return Found(path=path, step=int(path.stem.removeprefix("step-")))
+    return None
+
+
+def find_best(folder: Path) -> Found:
+    """Return the checkpoint with the highest simulated acceptance length.
+
+    Raises:
+        UserError: no checkpoint yet.
+    """
+    try:
+        best = json.loads((folder / INDEX).read_text())["best"]
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"{folder} must hold checkpoints, got none ({error}); resume the training") from error
+    return Found(path=folder / best["file"], step=best["step"])
+
+
+class Checkpoints(AfterStep):
+    """Writes a checkpoint when the plan says so and keeps the last ones and the best one.
+
+    It comes after validation in the list of callbacks, so a checkpoint holds a step with everything that belongs
+    to it done.
+
+    Args:
+        folder: the run's ``checkpoints/``.
+        plan: when.
+        keep: newest checkpoints to keep, at least 1; the best one is kept beside them.
+    """
+
+    def __init__(self, folder: Path, plan: Plan, *, keep: int):
+        self.folder, self.plan, self.keep = folder, plan, keep
+        self.best: dict[str, Any] | None = None
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Write, then point the index at the new file, then delete what is not needed any more."""
+        if not self.plan.due(self.plan.checkpoint_every, step):
+            return
+        file = f"step-{step:08d}.ckpt"
+        tau = module.validated.get(step)
+        # Without validation data there is nothing to compare, and the newest one counts as the best.
+        if self.best is None or tau is None or tau > self.best["tau"]:
+            self.best = {"file": file, "step": step, "tau": float("-inf") if tau is None else tau}
+        trainer.save_checkpoint(self.folder / file)
+        if trainer.is_global_zero:
+            write_atomic(self.folder / INDEX, json.dumps({"last": file, "best": self.best}, indent=2) + "\n")
+            keep = {self.best["file"], *sorted(path.name for path in self.folder.glob("step-*.ckpt"))[-self.keep :]}
+            for path in self.folder.glob("step-*.ckpt"):
+                if path.name not in keep:
+                    path.unlink()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The best checkpoint so far travels with every checkpoint."""
+        return {"best": self.best}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take up the best checkpoint so far."""
+        self.best = state_dict["best"]

@@ -1,0 +1,130 @@
+"""The LightningModule: glue only. What a step computes is ``step_loss``, usable without a Trainer.
+
+The target is no submodule: it is in no checkpoint, no optimiser, never in training mode.
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from distill import losses
+from distill.attention import packed_mask
+from distill.drafters.base import Drafter
+from distill.errors import UserError
+from distill.losses import LossConfig, LossResult
+from distill.metrics import simulated_sums
+from distill.train.schedule import OptimConfig, build_optimizer
+from distill.types import Batch
+
+
+def step_loss(drafter: Drafter, batch: Batch, config: LossConfig) -> LossResult:
+    """One micro step: target features, the drafter's predictions, the loss (a sum over positions / denominator)."""
+    target = drafter.target
+    mask = packed_mask(batch.doc_BL, batch.positions_BL, window=target.info.sliding_window)
+    with torch.autocast(target.device.type, enabled=False):  # the target keeps its own precision
+        output = target.forward(
+            batch.ids_BL,
+            positions_BL=batch.positions_BL,
+            mask=mask,
+            taps=drafter.taps(drafter.config, target.info),
+        )
+    predictions = drafter.training_steps(batch, output)
+    return losses.total(predictions, batch, output, target=target, vocab=drafter.vocab, config=config)
+
+
+class Sums:
+    """Running sums over micro batches; one vector, so that ranks are added up with one call."""
+
+    def __init__(self) -> None:
+        self.vector: Tensor | None = None
+
+    def add(self, result: LossResult, *, tokens: float, denominator: float) -> None:
+        """Add one micro batch; ``tokens`` is its share of the supervised tokens of its step (``denominator``)."""
+        accepted, starts = simulated_sums(result.hits_KBL, result.valid_KBL)
+        loss = result.loss.detach().double() * denominator
+        head = torch.stack([loss, torch.full_like(loss, tokens), accepted.to(loss), starts.to(loss)])
+        new = torch.cat([head, result.hits_K.to(loss), result.alpha_K.to(loss), result.count_K.to(loss)])
+        self.vector = new if self.vector is None else self.vector + new
+
+    def means(self, prefix: str) -> dict[str, float]:
+        """Return loss, acc_k, alpha_k, tau and tokens over everything added on all ranks, and start anew."""
+        assert self.vector is not None, "nothing was added"
+        vector, self.vector = self.vector, None
+        if dist.is_available() and dist.is_initialized():
+            dist.all_reduce(vector)
+        loss, tokens, accepted, starts, *rest = vector.tolist()
+        steps = len(rest) // 3
+        hits, alpha, count = rest[:steps], rest[steps : 2 * steps], rest[2 * steps :]
+        means = {"loss": loss / max(tokens, 1), "tau": 1 + accepted / max(starts, 1), "supervised_tokens": tokens}
+        for k in range(steps):
+            means[f"acc_{k}"] = hits[k] / max(count[k], 1)
+            means[f"alpha_{k}"] = alpha[k] / max(count[k], 1)
+        return {f"{prefix}/{name}": value for name, value in means.items()}
+
+
+class DraftModule(pl.LightningModule):
+    """Trains a drafter with automatic optimisation.
+
+    Args:
+        drafter: what is trained.
+        loss: which loss.
+        optim: optimiser and schedule.
+        max_steps: the frozen number of optimiser steps.
+        seed: keys the randomness of each step.
+    """
+
+    def __init__(self, drafter: Drafter, *, loss: LossConfig, optim: OptimConfig, max_steps: int, seed: int = 0):
+        super().__init__()
+        self.drafter = drafter
+        self.loss_config, self.optim_config, self.max_steps, self.seed = loss, optim, max_steps, seed
+        self.sums = Sums()
+        self.step_info: dict[str, float] = {}
+        self.validated: dict[int, float] = {}
+        """Step -> simulated acceptance length on held-out data."""
+        self._step_losses: list[tuple[Tensor, Batch]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """Loss of one micro batch, scaled so that the gradient is the one of the whole step at once.
+
+        The loss is a sum divided by the whole step's supervised tokens. Lightning then divides by the number of
+        micro batches and DDP averages over ranks; both are undone here.
+        """
+        micro = self.trainer.accumulate_grad_batches
+        # A function of where we are, so a resumed run draws what the uninterrupted one drew.
+        place = (self.trainer.global_step * micro + batch_idx % micro) * self.trainer.world_size
+        torch.manual_seed(hash((self.seed, place + self.trainer.global_rank)) % 2**63)
+        result = step_loss(self.drafter, batch, self.loss_config)
+        parts = micro * self.trainer.world_size
+        self.sums.add(result, tokens=batch.denominator / parts, denominator=batch.denominator)
+        self._step_losses.append((result.loss.detach(), batch))
+        return result.loss * parts
+
+    def configure_optimizers(self) -> Any:
+        """AdamW with its schedule, stepped once per optimiser step."""
+        optimizer, schedule = build_optimizer(self.drafter, self.optim_config, max_steps=self.max_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        """Clip, note the norm, and stop before a step that would spoil the weights."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = float(nn.utils.clip_grad_norm_(parameters, self.optim_config.clip or float("inf")))
+        self._refuse_nonfinite(norm)
+        self.step_info = {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[0]["lr"]}
+
+    def _refuse_nonfinite(self, norm: float) -> None:
+        step_losses, self._step_losses = self._step_losses, []
+        bad = [i for i, (loss, _) in enumerate(step_losses) if not bool(torch.isfinite(loss))]
+        if not bad and torch.isfinite(torch.tensor(norm)):
+            return
+        micro = bad[0] if bad else 0
+        loss, batch = step_losses[micro]
+        documents = [sorted(set(row.tolist()) - {-1}) for row in batch.doc_BL]
+        what = f"loss {float(loss)}" if bad else f"a gradient norm of {norm}"
+        raise UserError(
+            f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, micro batch {micro}, "
+            f"rows 0-{len(documents) - 1} with documents {documents}; the last good checkpoint is kept: lower optim.lr "
+            "or use trainer.precision=fp32"
+        )

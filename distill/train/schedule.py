@@ -1,0 +1,191 @@
+"""How long a run is and what its learning rate does: both are fixed before the first step.
+
+``trainer.max_time`` becomes a number of steps once, by measuring; the number is kept in the run folder. Schedule
+and resume are exact because nothing reads a clock afterwards.
+"""
+
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn, optim
+
+from distill.config import opt
+from distill.errors import UserError
+from distill.export.format import write_atomic
+
+VALIDATIONS, DECODES = 10, 4
+"""How often a run validates and decodes when the config leaves it open."""
+
+
+@dataclass(kw_only=True)
+class OptimConfig:
+    """AdamW and its learning-rate schedule."""
+
+    lr: float = opt(3e-4, "peak learning rate")
+    betas: tuple[float, float] = opt((0.9, 0.95), "AdamW's two betas")
+    weight_decay: float = opt(0.0, "decay of the matrices (norms and biases never decay)")
+    warmup: float = opt(0.03, "linear warm-up: a share of all steps when below 1, else a number of steps")
+    schedule: Literal["cosine", "linear", "constant"] = opt("cosine", "shape after the warm-up")
+    min_lr: float = opt(0.1, "learning rate at the last step, as a share of the peak")
+    clip: float = opt(0.5, "largest gradient norm; 0 clips nothing")
+
+    def __post_init__(self) -> None:
+        """Refuse values that train nothing."""
+        checks = {
+            "optim.lr must be above 0": (self.lr, self.lr > 0),
+            "optim.betas must lie in [0, 1)": (self.betas, all(0 <= beta < 1 for beta in self.betas)),
+            "optim.weight_decay must not be negative": (self.weight_decay, self.weight_decay >= 0),
+            "optim.warmup must not be negative": (self.warmup, self.warmup >= 0),
+            "optim.min_lr must lie in [0, 1]": (self.min_lr, 0 <= self.min_lr <= 1),
+            "optim.clip must not be negative": (self.clip, self.clip >= 0),
+        }
+        for sentence, (value, fine) in checks.items():
+            if not fine:
+                raise UserError(f"{sentence}, got {value}")
+
+
+def lr_scale(step: int, *, max_steps: int, config: OptimConfig) -> float:
+    """Return the share of the peak learning rate that optimiser step ``step`` (from 0) uses.
+
+    Linear from 1/w to 1 over the w warm-up steps, then down to ``min_lr``, which the last step uses exactly.
+    """
+    warmup = round(config.warmup * max_steps) if config.warmup < 1 else int(config.warmup)
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.schedule == "constant":
+        return 1.0
+    done = min((step - warmup + 1) / max(max_steps - warmup, 1), 1.0)
+    left = 1 - done if config.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2
+    return config.min_lr + (1 - config.min_lr) * left
+
+
+def build_optimizer(
+    module: nn.Module, config: OptimConfig, *, max_steps: int
+) -> tuple[optim.AdamW, optim.lr_scheduler.LambdaLR]:
+    """Return AdamW over the trainable parameters of ``module`` and its schedule, to be stepped once per step."""
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    adamw = optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
+    return adamw, optim.lr_scheduler.LambdaLR(adamw, lambda step: lr_scale(step, max_steps=max_steps, config=config))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The frozen length of a run and the steps at which something besides training happens.
+
+    Attributes:
+        max_steps: optimiser steps.
+        val_every, checkpoint_every, decode_every: in optimiser steps; each also happens after the last step.
+        seconds: what was measured (``step``, ``val``, ``checkpoint``, ``decode``); empty without ``max_time``.
+    """
+
+    max_steps: int
+    val_every: int
+    checkpoint_every: int
+    decode_every: int
+    seconds: Mapping[str, float]
+
+    def due(self, every: int, step: int) -> bool:
+        """Whether something that happens every ``every`` steps happens after step number ``step`` (from 1)."""
+        return step % every == 0 or step == self.max_steps
+
+    def save(self, path: Path) -> None:
+        """Write the plan; a resumed run reads it instead of measuring again."""
+        write_atomic(path, json.dumps(asdict(self), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Plan | None":
+        """Read the plan of an interrupted run, None if there is none."""
+        if not path.is_file():
+            return None
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(f"{path} must be the plan of a run, got {error}; remove the run folder") from error
+
+
+def make_plan(
+    *,
+    max_steps: int | None,
+    max_seconds: float | None,
+    val_every: int | None,
+    checkpoint_every: int | None,
+    decode_every: int | None,
+    seconds: Mapping[str, float],
+) -> Plan:
+    """Fix the number of steps and the intervals.
+
+    Args:
+        max_steps: upper limit, None without one.
+        max_seconds: time for training, validation, checkpoints and decoding together; None without a limit.
+        val_every, checkpoint_every, decode_every: None spreads a fixed number over the run (checkpoints go with
+            validations).
+        seconds: measured cost of one ``step``, ``val``, ``checkpoint`` and ``decode``.
+
+    Raises:
+        UserError: not even one step fits.
+    """
+    checkpoint_every = checkpoint_every or val_every
+    if max_seconds is not None:
+        # Each is paid once more at the end; open intervals give a fixed number, given ones a cost per step.
+        per_step, fixed = seconds["step"], seconds["val"] + seconds["checkpoint"] + seconds["decode"]
+        for name, every, times in (
+            ("val", val_every, VALIDATIONS),
+            ("checkpoint", checkpoint_every, VALIDATIONS),
+            ("decode", decode_every, DECODES),
+        ):
+            per_step += seconds[name] / every if every else 0.0
+            fixed += 0.0 if every else seconds[name] * times
+        steps = int((max_seconds - fixed) / per_step)
+        if steps < 1:
+            raise UserError(
+                f"trainer.max_time must leave room for one step ({fixed + per_step:.1f} s with its checks), got "
+                f"{max_seconds:.1f} s; allow more time, or raise trainer.val_every and trainer.decode_every"
+            )
+        max_steps = steps if max_steps is None else min(steps, max_steps)
+    assert max_steps is not None
+    val_every = val_every or max(1, math.ceil(max_steps / VALIDATIONS))
+    return Plan(
+        max_steps=max_steps,
+        val_every=val_every,
+        checkpoint_every=checkpoint_every or val_every,
+        decode_every=decode_every or max(1, math.ceil(max_steps / DECODES)),
+        seconds=dict(seconds),
+    )
+
+
+def timed(action: Callable[[], object], *, warmup: int = 1, repeats: int = 3) -> float:
+    """Return the median seconds of ``repeats`` calls after ``warmup`` calls that do not count."""
+    times = []
+    for i in range(warmup + repeats):
+        start = time.perf_counter()
+        action()
+        if i >= warmup:
+            times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def parse_minutes(value: float | str | None) -> float | None:
+    """Return seconds for ``trainer.max_time``: minutes as a number, or "HH:MM:SS" / "DD:HH:MM:SS"."""
+    if value is None:
+        return None
+    text = str(value)
+    parts = text.split(":")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 3, 4) or min(numbers) < 0 or not math.isfinite(sum(numbers)) or not sum(numbers):
+        raise UserError(f'trainer.max_time must be minutes or "HH:MM:SS", above 0, got {value!r}')
+    if len(numbers) == 1:
+        return numbers[0] * 60
+    return sum(number * unit for number, unit in zip(reversed(numbers), (1, 60, 3600, 86400), strict=False))

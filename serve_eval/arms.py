@@ -1,0 +1,216 @@
+"""The arms of a benchmark: the project's loop with and without a drafter, and transformers ``generate``.
+
+Every arm counts the same thing: generated ids up to and including the first end token, capped. Every clock
+starts its decode window when the first token has reached the host, so prefill is reported apart.
+"""
+
+import contextlib
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol, TypeVar
+
+import torch
+from transformers import GenerationConfig
+from transformers.generation.streamers import BaseStreamer
+
+from distill.decode import Decoder, StepRecord
+from distill.drafters.base import Drafter
+from distill.sampling import Sampling
+from distill.target import Target
+from distill.tree import Dynamic, Plan, Static
+
+Kind = Literal["ar", "spec", "hf"]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRun:
+    """One arm on one prompt turn, once. Seconds; ``steps`` is empty for ``hf``."""
+
+    ids: list[int]
+    ttft_s: float
+    decode_s: float
+    steps: Sequence[StepRecord] = field(default=())
+
+
+class Arm(Protocol):
+    """Anything that answers a prompt and times itself."""
+
+    name: str
+    kind: Kind
+    tree: str | None
+
+    def run(self, prompt: list[int], *, request_id: int, max_new_tokens: int, ignore_eos: bool = False) -> ArmRun:
+        """Answer one prompt at batch 1."""
+        ...
+
+
+class DecoderArm:
+    """The project's decode loop. Without a drafter it is the autoregressive baseline: same loop, same kernels."""
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        sampling: Sampling,
+        drafter: Drafter | None = None,
+        plan: Plan | None = None,
+        verifier: str = "match",
+    ):
+        self.kind: Kind = "ar" if plan is None else "spec"
+        self.tree = None if plan is None else plan_label(plan)
+        self.name = self.tree or "ar"
+        self.plan = plan
+        drafter = drafter if plan is not None else None
+        self.decoder = Decoder(target, drafter, plan=plan, sampling=sampling, verifier=verifier)
+        self._eos = target.info.eos_ids
+
+    def run(self, prompt: list[int], *, request_id: int, max_new_tokens: int, ignore_eos: bool = False) -> ArmRun:
+        """Answer one prompt with ``Decoder.generate``, which keeps its own clock."""
+        (out,) = self.decoder.generate(
+            [prompt], max_new_tokens=max_new_tokens, request_ids=[request_id], ignore_eos=ignore_eos
+        )
+        ids = count_ids(out.ids, () if ignore_eos else self._eos, max_new_tokens)
+        assert len(ids) == len(out.ids), "the decoder must stop at the first end token and at the limit itself"
+        return ArmRun(ids=ids, ttft_s=out.ttft_s, decode_s=out.decode_s, steps=out.steps)
+
+
+class TransformersArm:
+    """``model.generate`` with its default dynamic cache, for comparison with published figures."""
+
+    name = "hf"
+    kind: Kind = "hf"
+    tree = None
+
+    def __init__(self, target: Target, *, sampling: Sampling):
+        self._target = target
+        self._sampling = sampling
+
+    def run(self, prompt: list[int], *, request_id: int, max_new_tokens: int, ignore_eos: bool = False) -> ArmRun:
+        """Answer one prompt; sampled runs are seeded by the request, but draw other tokens than keyed noise."""
+        eos = () if ignore_eos else self._target.info.eos_ids
+        device = self._target.device
+        ids_1L = torch.tensor([prompt], device=device)
+        watch = _Watch(device)
+        seeded = [torch.device(device)] if torch.device(device).type == "cuda" else []
+        with _clean_defaults(self._target.model), torch.random.fork_rng(devices=seeded), torch.inference_mode():
+            torch.manual_seed(self._sampling.seed + request_id)
+            out_1L = self._target.model.generate(
+                ids_1L,
+                attention_mask=torch.ones_like(ids_1L),
+                generation_config=self._config(eos, max_new_tokens),
+                streamer=watch,
+            )
+            end = now(device)
+        ids = count_ids(out_1L[0, len(prompt) :].tolist(), eos, max_new_tokens)
+        return ArmRun(ids=ids, ttft_s=watch.first - watch.start, decode_s=end - watch.first)
+
+    def _config(self, eos: tuple[int, ...], max_new_tokens: int) -> GenerationConfig:
+        s = self._sampling
+        picked = {} if s.greedy else {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p}
+        return GenerationConfig(
+            do_sample=not s.greedy,
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(eos) or None,
+            pad_token_id=eos[0] if eos else 0,
+            **picked,
+        )
+
+
+class _Watch(BaseStreamer):
+    """Notes when the first generated token reaches the host; transformers streams the prompt first."""
+
+    def __init__(self, device: torch.device | str):
+        self._puts = 0
+        self.start = now(device)
+        self.first = self.start
+
+    def put(self, value: torch.Tensor) -> None:
+        self._puts += 1
+        if self._puts == 2:
+            self.first = time.perf_counter()
+
+    def end(self) -> None:
+        """Nothing to flush."""
+
+
+@contextlib.contextmanager
+def _clean_defaults(model: torch.nn.Module):
+    """Hide the checkpoint's generation defaults (penalties, top-k, end tokens): they fill whatever is unset."""
+    saved = model.generation_config
+    model.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        model.generation_config = saved
+
+
+def count_ids(ids: Sequence[int], eos_ids: Sequence[int], limit: int) -> list[int]:
+    """Return the ids that count: up to and including the first end token, at most ``limit``."""
+    for index, token in enumerate(ids[:limit]):
+        if token in eos_ids:
+            return list(ids[: index + 1])
+    return list(ids[:limit])
+
+
+def rotation(arms: Sequence[T], turn: int) -> list[T]:
+    """Return the arms in the order of this turn: each starts equally often, so drift favours none."""
+    start = turn % len(arms)
+    return [*arms[start:], *arms[:start]]
+
+
+def plan_label(plan: Plan) -> str:
+    """A short name that tells plans apart: ``chain-3``, ``dynamic-4x4-12`` (top_k x depth - nodes), ``static-9x3``."""
+    if isinstance(plan, Dynamic):
+        return f"dynamic-{plan.top_k}x{plan.depth}-{plan.n_nodes}"
+    assert isinstance(plan, Static)
+    return f"chain-{plan.depth}" if plan.name == "chain" else f"{plan.name}-{plan.n_nodes}x{plan.depth}"
+
+
+def now(device: torch.device | str) -> float:
+    """Return the host clock, after the device has finished what it was given."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+class PeakMemory:
+    """Most memory in use while an arm runs, above what the loaded weights take.
+
+    CUDA: the allocator's own peak. Linux: the peak resident set, which the kernel lets a process reset.
+    Elsewhere ``stop`` returns None: the peak of a whole process says nothing about one arm.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._device = torch.device(device)
+        self._base = torch.cuda.memory_allocated(device) if self._device.type == "cuda" else _status("VmRSS")
+
+    def start(self) -> None:
+        """Forget the peak so far."""
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        elif self._base is not None:
+            try:
+                Path("/proc/self/clear_refs").write_text("5")
+            except OSError:
+                self._base = None
+
+    def stop(self) -> int | None:
+        """Return the peak since ``start`` in bytes."""
+        if self._base is None:
+            return None
+        cuda = self._device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated(self._device) if cuda else _status("VmHWM")
+        return None if peak is None else max(peak - self._base, 0)
+
+
+def _status(key: str) -> int | None:
+    """Read a memory figure of this process in bytes; None where the kernel has no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return None
+    found = [line.split()[1] for line in lines if line.startswith(key + ":")]
+    return int(found[0]) * 1024 if found else None
