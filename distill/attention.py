@@ -20,6 +20,7 @@ Decoding, prefix of 2, tree 0 -> (1, 2), 1 -> 3::
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -125,11 +126,148 @@ def attend_with_diagonals(
         return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=mask_B1LL)
     scale = q_BHLK.shape[-1] ** -0.5
     length = k_BHLK.shape[2]
-    scores = (q_BHLK @ k_BHLK.transpose(-1, -2)).float() * scale
+    wide = torch.float64 if q_BHLK.dtype == torch.float64 else torch.float32
+    scores = (q_BHLK @ k_BHLK.transpose(-1, -2)).to(wide) * scale
     scores = scores.masked_fill(~mask_B1LL, float("-inf"))
-    own = [(q_BHLK * k).sum(-1, keepdim=True).float() * scale for k, _ in diagonals]
+    own = [(q_BHLK * k).sum(-1, keepdim=True, dtype=wide) * scale for k, _ in diagonals]
     weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(v_BHLK.dtype)
     out = weights[..., :length] @ v_BHLK
     for step, (_, v) in enumerate(diagonals):
         out = out + weights[..., length + step : length + step + 1] * v
     return out
+
+
+# -- training-time test: step-0 keys by flash attention, later steps' own keys merged by log-sum-exp
+
+
+def segments(doc_BL: Tensor) -> list[tuple[int, int, int]]:
+    """Documents of a packed batch as (row, start, end); documents are contiguous, padding (-1) is in none."""
+    found = []
+    for row, docs in enumerate(doc_BL.tolist()):
+        start = 0
+        for end in range(1, len(docs) + 1):
+            if end == len(docs) or docs[end] != docs[start]:
+                if docs[start] >= 0:
+                    found.append((row, start, end))
+                start = end
+    return found
+
+
+def attend_with_own(
+    q_BHLK: Tensor,
+    k_BHLK: Tensor,
+    v_BHLK: Tensor,
+    own: list[tuple[Tensor, Tensor]],
+    documents: list[tuple[int, int, int]],
+) -> Tensor:
+    """Training-time-test attention (EAGLE-3, arXiv:2503.01840, section 3.2) in O(L) memory.
+
+    Query i attends causally to the step-0 keys of its document, and to one key per later step, its own::
+
+        step 2:   [ causal L x L | diag 1 | diag 2 ]   one softmax over all of it
+
+    The causal part runs document by document and is never materialised; the parts are merged by their
+    log-sum-exp. Differentiating through the merge needs the global log-sum-exp, so this is one autograd function.
+
+    Args:
+        q_BHLK: queries of the current step.
+        k_BHLK: step-0 keys (heads repeated to H).
+        v_BHLK: step-0 values.
+        own: keys and values of steps 1..k, each [B, H, L, K].
+        documents: from ``segments``.
+
+    Returns:
+        out_BHLK; zero on padding when there are no own keys.
+    """
+    return _OwnKeys.apply(documents, q_BHLK, k_BHLK, v_BHLK, *(t for pair in own for t in pair))
+
+
+class _OwnKeys(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, documents: list[tuple[int, int, int]], q: Tensor, k: Tensor, v: Tensor, *own: Tensor):
+        scale = q.shape[-1] ** -0.5
+        wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
+        for row, start, end in documents:
+            part = slice(row, row + 1), slice(None), slice(start, end)
+            out[part], lse[part] = _causal_forward(q[part], k[part], v[part])
+        if own:
+            own_scores = [(q * key).sum(-1, dtype=wide) * scale for key in own[0::2]]
+            merged = torch.stack([lse, *own_scores]).logsumexp(0)
+            out *= (lse - merged).exp()[..., None]
+            for score, value in zip(own_scores, own[1::2], strict=True):
+                out += (score - merged).exp()[..., None] * value
+            lse = merged
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, out, lse, *own)
+        ctx.documents = documents
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor):
+        q, k, v, out, lse, *own = ctx.saved_tensors
+        scale = q.shape[-1] ** -0.5
+        grad = grad.contiguous()
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for row, start, end in ctx.documents:
+            part = slice(row, row + 1), slice(None), slice(start, end)
+            # exp(score - global lse) are this part's share of the one softmax, and out is the merged output,
+            # so the ordinary flash backward gives this part's gradients exactly.
+            dq[part], dk[part], dv[part] = _causal_backward(
+                grad[part], q[part], k[part], v[part], out[part], lse[part]
+            )
+        d_own = []
+        delta = (grad * out).sum(-1, dtype=lse.dtype)
+        for key, value in zip(own[0::2], own[1::2], strict=True):
+            weight = ((q * key).sum(-1, dtype=lse.dtype) * scale - lse).exp()
+            d_score = weight * ((grad * value).sum(-1, dtype=lse.dtype) - delta) * scale
+            dq += d_score[..., None].to(q.dtype) * key
+            d_own += [d_score[..., None].to(q.dtype) * q, weight[..., None].to(q.dtype) * grad]
+        return None, dq, dk, dv, *d_own
+
+
+_BLOCK = 512  # queries whose scores exist at once where no flash kernel returns its log-sum-exp
+
+
+def _causal_forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention of one document: (out, lse), lse [1, H, L] in fp32 (fp64 stays)."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
+    outs, lses = [], []
+    for start in range(0, q.shape[2], _BLOCK):
+        scores, end = _block_scores(q, k, start)
+        lses.append(scores.logsumexp(-1))
+        outs.append((scores - lses[-1][..., None]).exp().to(v.dtype) @ v[:, :, :end])
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _causal_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of one document's causal part, given the output and log-sum-exp of the whole softmax."""
+    if q.device.type == "cpu":
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, True
+        )
+    dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+    delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
+    for start in range(0, q.shape[2], _BLOCK):
+        scores, end = _block_scores(q, k, start)
+        rows = slice(start, start + scores.shape[2])
+        weights = (scores - lse[:, :, rows, None]).exp()
+        d_scores = weights * ((grad[:, :, rows] @ v[:, :, :end].transpose(-1, -2)) - delta[:, :, rows])
+        d_scores = (d_scores * q.shape[-1] ** -0.5).to(q.dtype)
+        dq[:, :, rows] = d_scores @ k[:, :, :end]
+        dk[:, :, :end] += d_scores.transpose(-1, -2) @ q[:, :, rows]
+        dv[:, :, :end] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
+    return dq, dk, dv
+
+
+def _block_scores(q: Tensor, k: Tensor, start: int) -> tuple[Tensor, int]:
+    """Masked scores of one block of queries against the keys up to its end."""
+    end = min(start + _BLOCK, q.shape[2])
+    scores = (q[:, :, start:end] @ k[:, :, :end].transpose(-1, -2)) * q.shape[-1] ** -0.5
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    hidden = torch.ones(end - start, end, dtype=torch.bool, device=q.device).triu(start + 1)
+    return scores.masked_fill(hidden, float("-inf")), end

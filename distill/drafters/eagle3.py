@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from distill import alignment
-from distill.attention import attend, attend_with_diagonals, packed_mask, tree_mask
+from distill.attention import attend, attend_with_own, segments, tree_mask
 from distill.config import opt
 from distill.drafters.base import Drafter, DrafterState
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, Rotary
@@ -154,8 +154,7 @@ class Eagle3(Drafter):
 
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
         """One prediction per training-time-test step; step k speaks about token t_{i+2+k}."""
-        mask_B1LL = packed_mask(batch.doc_BL, batch.positions_BL).full_B1QT
-        memory = _StepMemory(mask_B1LL, self.shape.n_heads // self.shape.n_kv_heads)
+        memory = _StepMemory(segments(batch.doc_BL), self.shape.n_heads // self.shape.n_kv_heads)
         g_BLD = self.fuse(output)
         steps = []
         for k in range(self.config.ttt_steps):
@@ -250,8 +249,8 @@ class Eagle3(Drafter):
 class _StepMemory:
     """Attention of the training-time test: remembers the keys and values of the steps before."""
 
-    def __init__(self, mask_B1LL: Tensor, per_group: int):
-        self.mask_B1LL = mask_B1LL
+    def __init__(self, documents: list[tuple[int, int, int]], per_group: int):
+        self.documents = documents
         self.per_group = per_group
         self.seen: list[tuple[Tensor, Tensor]] = []
 
@@ -259,4 +258,4 @@ class _StepMemory:
         k, v = k.repeat_interleave(self.per_group, 1), v.repeat_interleave(self.per_group, 1)
         self.seen.append((k, v))
         (first_k, first_v), later = self.seen[0], self.seen[1:]
-        return attend_with_diagonals(q, first_k, first_v, later, self.mask_B1LL)
+        return attend_with_own(q, first_k, first_v, later, self.documents)
