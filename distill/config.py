@@ -16,14 +16,21 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from distill.errors import UserError, did_you_mean
 
 T = TypeVar("T")
 
-WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", dict: "a group"}
+WORDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    Path: "a path",
+    dict: "a group",
+}
 
 
 class Option(NamedTuple):
@@ -43,13 +50,14 @@ def opt(default: Any, help: str) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------- conversion
-def build(cls: type[T], mapping: Any, *, path: str = "") -> T:
+def build(cls: type[T], mapping: Any, *, path: str = "", parts: Mapping[str, type] | None = None) -> T:
     """Convert a mapping to the dataclass ``cls``, refusing everything that does not fit.
 
     Args:
         cls: a dataclass; nested dataclasses, Optional, Literal, list, tuple and dict fields are converted too.
         mapping: plain values (see ``plain``), or an instance of ``cls``, which is returned as it is.
         path: dotted prefix for messages.
+        parts: see ``describe``; only widens the search for the option that was meant.
 
     Raises:
         UserError: unknown key (with the nearest name), missing value, wrong type, not a choice, NaN.
@@ -62,11 +70,32 @@ def build(cls: type[T], mapping: Any, *, path: str = "") -> T:
     fields = {field.name: field for field in dataclasses.fields(cls) if field.init}  # type: ignore[arg-type]
     for key in mapping:
         if key not in fields:
-            raise UserError(_unknown(cls, str(key), path))
+            raise UserError(_unknown(cls, str(key), path, parts))
+    values = {}
     for name, field in fields.items():
-        if name not in mapping and field.default is field.default_factory is dataclasses.MISSING:
+        if name in mapping:
+            value = _over(default_of(field), mapping[name])
+            values[name] = convert(hints[name], value, path=_join(path, name))
+        elif field.default is field.default_factory is dataclasses.MISSING:
             raise UserError(f"{_join(path, name)} must be given ({field.metadata.get('help', WORDS[str])})")
-    return cls(**{name: convert(hints[name], value, path=_join(path, name)) for name, value in mapping.items()})
+    return cls(**values)
+
+
+def _over(usual: Any, value: Any) -> Any:
+    """Lay a mapping over the config instance that is the field's default: what it leaves out stays as it is there."""
+    if not (dataclasses.is_dataclass(usual) and isinstance(value, Mapping)):
+        return value
+    return {
+        **{name: getattr(usual, name) for name in _field_names(type(usual))},
+        **{key: _over(getattr(usual, str(key), None), item) for key, item in value.items()},
+    }
+
+
+def default_of(field: dataclasses.Field) -> Any:
+    """The default of a field; None if it has none."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return None if field.default is dataclasses.MISSING else field.default
 
 
 def convert(hint: Any, value: Any, *, path: str) -> Any:
@@ -116,7 +145,8 @@ def _convert_sequence(hint: Any, value: Any, *, path: str) -> Any:
         raise _wrong(hint, value, path)
     inner = args if fixed else [args[0]] * len(value)
     return origin(
-        convert(item_hint, item, path=f"{path}[{i}]") for i, (item_hint, item) in enumerate(zip(inner, value, strict=True))
+        convert(item_hint, item, path=f"{path}[{i}]")
+        for i, (item_hint, item) in enumerate(zip(inner, value, strict=True))
     )
 
 
@@ -147,14 +177,15 @@ def _convert_scalar(hint: Any, value: Any, *, path: str) -> Any:
 
 def _wrong(hint: Any, value: Any, path: str) -> UserError:
     got = "nothing (null)" if value is None else repr(value)
-    fix = "; several values to try in turn need -m" if isinstance(value, list) else ""
+    several = isinstance(value, list) or (isinstance(value, str) and "," in value)
+    fix = "; several values to try in turn need -m" if several else ""
     return UserError(f"{path} must be {type_text(hint)}, got {got}{fix}")
 
 
-def _unknown(cls: type, key: str, path: str) -> str:
+def _unknown(cls: type, key: str, path: str, parts: Mapping[str, type] | None) -> str:
     """The sentence for a key that ``cls`` does not have: nearest option here, else deeper down, else the list."""
     here = {name: name for name in _field_names(cls)}
-    deeper = {option.path.rpartition(".")[2]: option.path for option in describe(cls)}
+    deeper = {option.path.rpartition(".")[2]: option.path for option in describe(cls, parts=parts)}
     for names in (here, deeper):
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.5)
         if near:
@@ -182,14 +213,25 @@ def to_dict(obj: Any) -> Any:
     return str(obj) if isinstance(obj, Path) else obj
 
 
-def plain(config: DictConfig) -> dict[str, Any]:
-    """Return a composed Hydra config as plain containers, interpolations resolved.
+def flatten(values: Mapping[str, Any], *, path: str = "") -> dict[str, Any]:
+    """Return nested values under their dotted names."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = _join(path, str(key))
+        flat |= flatten(value, path=name) if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def plain(config: Any, *, resolve: bool = True) -> Any:
+    """Return a composed Hydra config (or a list in it) as plain containers, interpolations resolved.
 
     Raises:
         UserError: an interpolation points nowhere, or a mandatory value ``???`` was not given.
     """
     try:
-        return typing.cast(dict[str, Any], OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
+        return OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
+    except MissingMandatoryValue as error:
+        raise UserError(f"{error.full_key} must be given") from error
     except OmegaConfBaseException as error:
         raise UserError(f"the configuration cannot be resolved: {first_line(error)}") from error
 
@@ -211,33 +253,35 @@ def type_text(hint: Any) -> str:
         if origin is tuple and args[-1] is not Ellipsis:
             return f"a list of {len(args)} ({', '.join(type_text(arg) for arg in args)})"
         words = {"a whole number": "whole numbers", "a number": "numbers", "text": "texts"}
-        inner = type_text(args[0])
+        inner = "groups of options" if dataclasses.is_dataclass(args[0]) else type_text(args[0])
         return f"a list of {words.get(inner, 'lists' if inner.startswith('a list') else inner)}"
     if dataclasses.is_dataclass(hint):
         return "a group of options"
     return WORDS.get(hint if origin is None else origin, getattr(hint, "__name__", str(hint)))
 
 
-def describe(cls: type, *, path: str = "", parts: Mapping[str, type] | None = None) -> list[Option]:
+def describe(cls: type, *, path: str = "", parts: Mapping[str, type] | None = None, usual: Any = None) -> list[Option]:
     """List every option of a dataclass, nested ones by dotted name, in order of declaration.
 
     Args:
         cls: a dataclass.
         path: dotted prefix.
         parts: dataclass behind a field whose declared type is open (``drafter`` -> the chosen drafter's Config).
+        usual: instance whose values are the defaults; None takes those of the class.
     """
     hints, options = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
         if not field.init:
             continue
         name, hint = _join(path, field.name), (parts or {}).get(field.name, hints[field.name])
-        nested = next((a for a in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(a)), None)
+        default = default_of(field) if usual is None else getattr(usual, field.name)
+        members = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
+        nested = next((member for member in members if dataclasses.is_dataclass(member)), None)
         if nested is not None:
-            options += describe(typing.cast(type, nested), path=name)
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        default = None if default is dataclasses.MISSING else default
-        options.append(Option(name, type_text(hint), default, field.metadata.get("help", "")))
+            below = default if isinstance(default, typing.cast(type, nested)) else None
+            options += describe(typing.cast(type, nested), path=name, usual=below)
+        else:
+            options.append(Option(name, type_text(hint), default, field.metadata.get("help", "")))
     return options
 
 
@@ -247,7 +291,7 @@ def format_help(options: Iterable[Option], *, width: int | None = None) -> str:
     indent, blocks = 30, dict[str, list[str]]()
     for option in options:
         head = f"  {option.path}={yaml_text(option.default)}"
-        wrapped = textwrap.wrap(f"{option.help.rstrip('.')} ({option.type})", width - indent)
+        wrapped = textwrap.wrap(f"{option.help} ({option.type})", width - indent)
         lines = blocks.setdefault(option.path.rpartition(".")[0], [])
         lines.append(head.ljust(indent) + wrapped.pop(0) if len(head) < indent - 1 else head)
         lines += [" " * indent + line for line in wrapped]
@@ -258,6 +302,8 @@ def yaml_text(value: Any) -> str:
     """A value as it is typed on the command line."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "{" + ",".join(f"{name}:{yaml_text(item)}" for name, item in to_dict(value).items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{','.join(yaml_text(item) for item in value)}]"
     return str(value)

@@ -29,12 +29,17 @@ from distill.errors import UserError, did_you_mean
 # Hydra 1.4 warns about the argument that 1.3 asks for.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
 
-FLAGS = (
-    "--help -h --hydra-help --version --cfg -c --resolve --package -p --run -r --multirun -m --shell-completion -sc "
-    "--config-path -cp --config-name -cn --config-dir -cd --experimental-rerun --info -i"
-).split()
+FLAGS = {
+    *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
+    *("--multirun", "-m", "--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn"),
+    *("--config-dir", "-cd", "--experimental-rerun", "--info", "-i"),
+}
+"""What Hydra's own parser knows."""
 
 UNKNOWN_KEY = re.compile(r"Could not override '([^'@]+)'\.\s*$", re.MULTILINE)
+
+FOLDER = re.compile(r"\+*(run_dir|out|hydra\.sweep\.dir)=")
+"""Overrides that name a folder; in a sweep every job gets its own inside."""
 
 USER_ERRNO = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES}
 
@@ -55,14 +60,18 @@ class Job:
 
 
 def launch(
-    task: Callable[[dict[str, Any], Job], None], *, config_name: str, help: Callable[[], str], argv: Sequence[str] | None
+    task: Callable[[dict[str, Any], Job], None],
+    *,
+    config_name: str,
+    help: Callable[[list[str]], str],
+    argv: Sequence[str] | None,
 ) -> int:
     """Compose ``configs/<config_name>.yaml`` with the command line and call ``task`` once, or once per sweep job.
 
     Args:
         task: gets the composed values as plain containers; it builds the strict config itself.
         config_name: root config.
-        help: text for ``--help``.
+        help: makes the text of ``--help``, given the overrides beside it.
         argv: arguments without the program name; None takes ``sys.argv``.
 
     Returns:
@@ -73,7 +82,8 @@ def launch(
     try:
         with _reporting(failures):
             if {"--help", "-h"} & set(arguments):
-                sys.stdout.write(help() + "\n")
+                overrides = [argument for argument in arguments if not argument.startswith("-")]
+                sys.stdout.write(help(overrides) + "\n")
                 return 0
             _check_flags(arguments)
             _run_hydra(_guarded(task, failures), config_name, arguments)
@@ -92,7 +102,9 @@ def compose_values(config_name: str, overrides: Sequence[str] = ()) -> dict[str,
     try:
         with initialize_config_dir(str(config_dir()), job_name=config_name, **VERSION_BASE):
             return plain(compose(config_name, overrides=list(overrides)))
-    except (HydraException, OmegaConfBaseException) as error:
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise UserError(_sentence(error)) from error
 
 
@@ -100,22 +112,20 @@ def help_page(
     *,
     summary: str,
     usage: str,
-    config_name: str,
+    groups: Sequence[str],
     options: Sequence[Option],
+    defaults: Mapping[str, Any],
     examples: Sequence[str],
-    overrides: Sequence[str] = (),
 ) -> str:
     """Our own ``--help``: usage, config groups with their choices, every option explained, examples.
 
-    Defaults are those of the composed YAML where it names them, else those of the dataclass.
+    ``defaults`` (dotted names, from the composed YAML) come before those of the dataclasses.
     """
-    values = _flat(compose_values(config_name, overrides))
-    shown = [option._replace(default=values.get(option.path, option.default)) for option in options]
-    groups = [f"  {group}=".ljust(16) + ", ".join(choices(group)) for group in config_groups(config_name)]
+    shown = [option._replace(default=defaults.get(option.path, option.default)) for option in options]
     sections = [
         summary,
         f"usage: {usage}",
-        "groups (each name is a file in configs/):\n" + "\n".join(groups),
+        "groups (GROUP=NAME takes the file configs/GROUP/NAME.yaml):\n\n" + "\n".join(map(_group_help, groups)),
         "options (name=default, what it does, what it takes):\n\n" + format_help(shown),
         "flags:\n"
         "  -m, --multirun               run every combination of comma-separated values, each in its own folder\n"
@@ -126,19 +136,21 @@ def help_page(
     return "\n\n".join(sections)
 
 
-def config_groups(config_name: str) -> list[str]:
-    """The config groups in the defaults list of a root config, in order."""
-    text = (config_dir() / f"{config_name}.yaml").read_text(encoding="utf-8")
-    names = re.findall(r"^ *- +(?:optional +)?/?(\w+):", text, re.MULTILINE)
-    return [name for name in names if name != "hydra"]
+def config_groups(*names: str) -> list[str]:
+    """The config groups in the defaults lists of these config files, in order."""
+    texts = [(config_dir() / f"{name}.yaml").read_text(encoding="utf-8") for name in names]
+    found = re.findall(r"^ *- +/?(\w+):", "\n".join(texts), re.MULTILINE)
+    return [group for group in dict.fromkeys(found) if group != "hydra"]
 
 
-def _flat(values: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{path}.{key}" if path else key
-        flat |= _flat(value, name) if isinstance(value, Mapping) else {name: value}
-    return flat
+def _group_help(group: str) -> str:
+    """One line per choice of a group: its name and the first words of its file."""
+    lines = []
+    for name in choices(group):
+        text = (config_dir() / group / f"{name}.yaml").read_text(encoding="utf-8")
+        comment = re.search(r"^# (?!@package)(.+)", text, re.MULTILINE)
+        lines.append(f"  {group + '=' + name:28}{comment[1] if comment else ''}".rstrip())
+    return "\n".join(lines)
 
 
 def choices(group: str) -> list[str]:
@@ -159,13 +171,13 @@ def run_folder(run_dir: str | None, job: Job, *, parts: Sequence[str]) -> Path:
     """
     if job.number is not None:
         base = Path(run_dir) if run_dir else job.sweep_dir or Path("runs")
-        return base / slug("-".join([str(job.number), *(o.lstrip("+~") for o in job.overrides if "run_dir=" not in o)]))
+        return base / slug("-".join([str(job.number), *(o.lstrip("+~") for o in job.overrides if not FOLDER.match(o))]))
     if run_dir:
         return Path(run_dir)
-    return _new_folder(*parts)
+    return new_folder(*parts)
 
 
-def _new_folder(*parts: str) -> Path:
+def new_folder(*parts: str) -> Path:
     """A folder under ``runs/`` that does not exist yet, named by the time and ``parts``."""
     name = slug("-".join([datetime.now().strftime("%Y-%m-%d_%H-%M-%S"), *parts]))
     candidates = (Path("runs") / (name if i == 1 else f"{name}-{i}") for i in itertools.count(1))
@@ -183,10 +195,6 @@ def _reporting(failures: list[str]) -> Iterator[None]:
         if error.errno not in USER_ERRNO:
             raise
         sentence = f"{error.filename or 'a file'} cannot be written: {error.strerror}"
-    except SystemExit as error:
-        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning turns Ctrl-C into exit(1)
-            raise KeyboardInterrupt from error
-        raise
     else:
         return
     failures.append(sentence)
@@ -197,15 +205,18 @@ def _guarded(task: Callable[[dict[str, Any], Job], None], failures: list[str]) -
     """What Hydra calls per job: errors are reported here, before Hydra can add lines of its own."""
 
     def guarded(config: Any) -> None:
+        job = _job()
+        if job.number is not None:  # what provenance notes, and what Lightning starts for further devices
+            sys.argv = [sys.argv[0], *job.overrides]
         with _reporting(failures):
-            task(plain(config), _job())
+            task(plain(config), job)
 
     return guarded
 
 
 def _job() -> Job:
     state = HydraConfig.get()
-    overrides = tuple(state.overrides.task)
+    overrides = tuple(plain(state.overrides.task, resolve=False))  # text that may hold ${...}
     if state.mode != RunMode.MULTIRUN:
         return Job(overrides=overrides)
     return Job(number=int(state.job.num), overrides=overrides, sweep_dir=Path(state.sweep.dir))
@@ -246,10 +257,10 @@ def _sweep_folder(arguments: list[str]) -> Iterator[list[str]]:
     if {"-m", "--multirun", "hydra.mode=MULTIRUN"}.isdisjoint(arguments):
         yield []
         return
-    given = [a.partition("=")[2] for a in arguments if re.match(r"(\+*run_dir|hydra\.sweep\.dir)=[^,\[]+$", a)]
-    folder = Path(given[-1]) if given else _new_folder("sweep")
+    given = [a.partition("=")[2] for a in arguments if FOLDER.match(a) and "," not in a]
+    folder = Path(given[-1].strip("'\"")) if given else new_folder("sweep")
     try:
-        yield [f"hydra.sweep.dir={folder}"]
+        yield [f"hydra.sweep.dir='{folder}'"]
     finally:
         if folder.is_dir() and [path.name for path in folder.iterdir()] == ["multirun.yaml"]:
             (folder / "multirun.yaml").unlink()
@@ -259,18 +270,19 @@ def _sweep_folder(arguments: list[str]) -> Iterator[list[str]]:
 def _reworded(arguments: list[str], error: Exception) -> list[str]:
     """Return arguments worth another try, or raise the one sentence that ``error`` comes to.
 
-    An unknown key goes in again as ``+key=value``, so that the strict conversion names the nearest option; several
-    values without ``-m`` go in as a list, which suits options that take one.
+    An unknown key goes in again as ``+key=value``, so that the strict conversion names the nearest option. A value that
+    Hydra's grammar cannot read, or several without ``-m``, go in as quoted text: right for sentences and for lists.
     """
     unknown = UNKNOWN_KEY.match(str(error))
-    several = re.match(r"Ambiguous value for argument '([^=]+)=(.*)'", str(error))
+    several = re.match(r"Ambiguous value for argument '(.*)'$", str(error), re.MULTILINE)
+    unread = several[1] if several else getattr(error, "override", None)
     again = list(arguments)
     for i, argument in enumerate(arguments):
-        key, _, value = argument.partition("=")
+        key, equals, value = argument.partition("=")
         if unknown and key == unknown[1] and not key.startswith("hydra."):
             again[i] = f"+{argument}"
-        elif several and key == several[1]:
-            again[i] = f"{key}=[{value}]"
+        elif equals and argument == unread and value[:1] not in "[{'\"":
+            again[i] = f"{key}='{value.replace(chr(39), chr(92) + chr(39))}'"
     if again == arguments or not {"--cfg", "-c"}.isdisjoint(arguments):
         raise UserError(_sentence(error)) from error
     return again

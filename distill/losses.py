@@ -192,15 +192,16 @@ class _ChunkedLoss(torch.autograd.Function):
                     logits_q = logits_q if logits_q.dtype == torch.float64 else logits_q.float()
                     loss_C, alpha_C = pointwise(config.name, logits_p[use], normaliser[use], logits_q)
                     chunk_loss = torch.where(choice[use] >= 0, loss_C, 0.0).sum()
+                    weighted = prediction.weight * chunk_loss
                 if grads[k] is not None:
                     inputs = [hidden, *(p for i, p in enumerate(params) if grads[n_hidden + i] is not None)]
                     places = [k, *(n_hidden + i for i in range(len(params)) if grads[n_hidden + i] is not None)]
-                    made = torch.autograd.grad(chunk_loss * prediction.weight, inputs, allow_unused=True)
+                    made = torch.autograd.grad(weighted, inputs, allow_unused=True)
                     grads[k].index_add_(0, position, made[0].to(grads[k].dtype))  # type: ignore[union-attr]
                     for place, grad in zip(places[1:], made[1:], strict=True):
                         if grad is not None:
                             grads[place].add_(grad)  # type: ignore[union-attr]
-                loss += prediction.weight * chunk_loss.detach()
+                loss += weighted.detach()
                 stats.loss_K[k] += chunk_loss.detach()
                 stats.alpha_K[k] += alpha_C.detach().sum()
                 stats.hits_KR[k, position] = logits_q.detach().argmax(-1) == choice[use]

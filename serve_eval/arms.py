@@ -6,13 +6,13 @@ starts its decode window when the first token has reached the host, so prefill i
 
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, Protocol, TypeVar
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
 from distill.decode import Decoder, StepRecord
@@ -82,7 +82,7 @@ class TransformersArm:
 
     name = "hf"
     kind: Kind = "hf"
-    tree = None
+    tree: str | None = None
 
     def __init__(self, target: Target, *, sampling: Sampling):
         self._target = target
@@ -137,7 +137,7 @@ class _Watch(BaseStreamer):
 
 
 @contextlib.contextmanager
-def _clean_defaults(model: torch.nn.Module):
+def _clean_defaults(model: PreTrainedModel) -> Iterator[None]:
     """Hide the checkpoint's generation defaults (penalties, top-k, end tokens): they fill whatever is unset."""
     saved = model.generation_config
     model.generation_config = GenerationConfig()

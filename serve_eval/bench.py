@@ -5,40 +5,41 @@ that start when the first token is on the host, ids counted identically. A secon
 answer, so all arms always see the same prompt.
 """
 
-import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+import hashlib
+import json
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from distill.config import opt, to_dict
 from distill.errors import UserError
-from distill.export.provenance import collect
+from distill.export import collect, resolve_checkpoint
+from distill.export.format import read_config
 from distill.sampling import Sampling
 from distill.target import Target, TargetConfig
 from distill.tree import PlanConfig, make_plan
-from serve_eval import stats
-from serve_eval.arms import Arm, ArmRun, DecoderArm, PeakMemory, TransformersArm, rotation
+from serve_eval import report, stats
+from serve_eval.arms import Arm, DecoderArm, PeakMemory, TransformersArm
 from serve_eval.checkpoint import Pair, auto_target, load_pair
-from serve_eval.cost import WIDTHS, CostReport, predict, round_costs, verify_curve, write_costs
+from serve_eval.command import repeat
+from serve_eval.cost import WIDTHS, CostReport, predict, read_costs, round_costs, verify_curve, write_costs
 from serve_eval.journal import Journal
-from serve_eval.oracle import recompute
-from serve_eval.pieces import pieces
-from serve_eval.prompts import Prompt, load_prompts
-from serve_eval.rows import Record, Row, write_jsonl
+from serve_eval.measure import Conditions, check_length, encode, measure_prompt, opening
+from serve_eval.progress import meter
+from serve_eval.prompts import Prompt, alternate, load_prompts
+from serve_eval.rows import COSTS, RECORDS, RESULTS, Record, Row, write_jsonl
 from serve_eval.summary import print_summary
 
-log = logging.getLogger(__name__)
-
-RESULTS, RECORDS, COSTS, REPORT = "results.jsonl", "records.jsonl", "cost.json", "report.html"
+JOURNAL = "records.part.jsonl"
 WARMUP_TOKENS = 16
 COST_PROMPTS, COST_TOKENS = 3, 48
-TURN_STRIDE = 64
-"""Request ids of one prompt's turns: prompt index * stride + turn; more turns than this are refused."""
 
 
 @dataclass(kw_only=True)
@@ -51,8 +52,9 @@ class Config:
     )
     prompts: list[str] = opt(["mtbench"], "prompt sets: mtbench, humaneval, or JSON-lines files")
     limit: int | None = opt(None, "prompts per set, spread evenly over its categories; null takes all")
+    max_minutes: float | None = opt(None, "start no further prompt after this time; categories take turns till then")
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
-    trees: list[PlanConfig] = opt([], "further plans, each measured as its own arm, e.g. [{name:chain,length:3}]")
+    trees: list[PlanConfig] = opt([], "further plans, each an arm of its own, e.g. [{name:chain,length:3}]")
     verifier: str = opt("match", "verification rule: match")
     temperature: float = opt(0.0, "sampling temperature; 0 is greedy")
     top_k: int = opt(0, "sample among the k most likely tokens; 0 switches it off")
@@ -74,11 +76,23 @@ class Config:
         for name, least in (("max_new_tokens", 1), ("repeats", 1), ("warmup", 0), ("viewer", 0), ("threads", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.max_minutes is not None and not self.max_minutes > 0:
+            raise UserError(f"max_minutes must be above 0, got {self.max_minutes}; null means no limit")
         self.sampling()
 
     def sampling(self) -> Sampling:
         """The sampling settings as one record; refuses impossible ones."""
         return Sampling(temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, seed=self.seed)
+
+    def conditions(self) -> Conditions:
+        """What all arms share."""
+        return Conditions(
+            sampling=self.sampling(),
+            max_new_tokens=self.max_new_tokens,
+            ignore_eos=self.ignore_eos,
+            repeats=self.repeats,
+            chat=self.chat,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,12 +105,14 @@ class BenchResult:
     out: Path
 
 
-def run(config: Config, *, progress: Callable[[int, int], None] | None = None) -> BenchResult:
+def run(config: Config, *, quiet: bool = False) -> BenchResult:
     """Measure, write ``results.jsonl``, ``records.jsonl``, ``cost.json`` and the report, print a summary.
+
+    An interrupted benchmark goes on where it stopped when it is run again with the same settings and folder.
 
     Args:
         config: all options.
-        progress: called with (finished prompts, all prompts); None shows a progress bar.
+        quiet: leave the summary to the caller.
 
     Raises:
         UserError: bad options, prompts or checkpoint; nothing is written then.
@@ -104,209 +120,96 @@ def run(config: Config, *, progress: Callable[[int, int], None] | None = None) -
     if config.checkpoint is None:
         raise UserError("checkpoint must be a run folder or an export folder, got none; pass checkpoint=DIR")
     prompts = load_prompts(config.prompts, limit=config.limit)
-    plans = [make_plan(tree) for tree in [config.tree, *config.trees]]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(config.threads or threads)
-    try:
+    out = Path(config.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-bench")
+    with _threads(config.threads):
         pair = load_pair(config.checkpoint, config.target)
-        decoders = [DecoderArm(pair.target, sampling=config.sampling())] + [
-            DecoderArm(
-                pair.target, drafter=pair.drafter, plan=plan, sampling=config.sampling(), verifier=config.verifier
-            )
-            for plan in plans
-        ]
-        arms: list[Arm] = [*decoders, *([TransformersArm(pair.target, sampling=config.sampling())] if config.hf else [])]
-        if len({arm.name for arm in arms}) < len(arms):
-            raise UserError(f"tree and trees must be different plans, got {[arm.name for arm in arms]}")
-        out = Path(config.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-bench")
-        records = _measure_all(config, pair.target, prompts, arms, out, progress)
-        costs = _measure_costs(config, pair.target, prompts, decoders, records) if config.cost else None
-        rows = make_rows(records, arms, config, common=_common(config, pair))
-    finally:
-        torch.set_num_threads(threads)
+        decoders = _decoder_arms(config, pair)
+        arms: list[Arm] = [*decoders]
+        if config.hf:
+            arms.append(TransformersArm(pair.target, sampling=config.sampling()))
+        records = _measure(config, pair.target, prompts, arms, out)
+        if config.cost and config.max_new_tokens > 1:
+            write_costs(out / COSTS, _costs(config, pair.target, prompts, decoders, records))
+        rows = make_rows(records, arms, verifier=config.verifier, seed=config.seed, common=_common(config, pair))
     write_jsonl(out / RECORDS, records)
-    if costs is not None:
-        write_costs(out / COSTS, costs)
     write_jsonl(out / RESULTS, rows)  # last: its presence means the benchmark is complete
-    (out / _JOURNAL).unlink(missing_ok=True)
+    (out / JOURNAL).unlink(missing_ok=True)
+    costs = read_costs(out / COSTS)
     if config.report:
-        from serve_eval import report
-
-        report.run(report.Config(results=str(out), run=str(config.checkpoint)))
-    print_summary(rows, costs, where=out)
+        report.run(report.Config(results=str(out), run=config.checkpoint))
+    if not quiet:
+        print_summary(rows, costs, where=out)
     return BenchResult(rows=rows, records=records, costs=costs, out=out)
 
 
-_JOURNAL = "records.part.jsonl"
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Use ``count`` CPU threads inside the block; 0 leaves the setting."""
+    saved = torch.get_num_threads()
+    torch.set_num_threads(count or saved)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(saved)
 
 
-def _measure_all(
-    config: Config,
-    target: Target,
-    prompts: Sequence[Prompt],
-    arms: Sequence[Arm],
-    out: Path,
-    progress: Callable[[int, int], None] | None,
-) -> list[Record]:
-    """Measure every prompt that the journal does not hold yet, then judge equality with ``ar``."""
+def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
+    sampling = config.sampling()
+    arms = [DecoderArm(pair.target, sampling=sampling)]
+    for tree in [config.tree, *config.trees]:
+        plan = make_plan(tree)
+        arm = DecoderArm(pair.target, drafter=pair.drafter, plan=plan, sampling=sampling, verifier=config.verifier)
+        if arm.name in [other.name for other in arms]:
+            raise UserError(f"tree and trees must be different plans, got {arm.name} twice")
+        arms.append(arm)
+    return arms
+
+
+def _measure(config: Config, target: Target, prompts: Sequence[Prompt], arms: Sequence[Arm], out: Path) -> list[Record]:
+    """Measure every prompt that the journal does not hold yet."""
+    conditions = config.conditions()
     for prompt in prompts:  # refuse before anything is measured or written
-        _check_length(target, prompt, encode(target, _messages(prompt, 0), chat=config.chat), config)
+        check_length(target, prompt, encode(target, opening(prompt), chat=config.chat), conditions)
     journal = Journal(
-        out / _JOURNAL,
-        settings=to_dict(replace(config, report=True, cost=True)),
+        out / JOURNAL,
+        settings=_settings_key(config, prompts),
         records_per_prompt={(p.set, p.id): len(arms) * len(p.turns) for p in prompts},
     )
     memory = PeakMemory(target.device)
-    first = encode(target, _messages(prompts[0], 0), chat=config.chat)
+    first = encode(target, opening(prompts[0]), chat=config.chat)
     for arm in arms:
         for _ in range(config.warmup):
             arm.run(first, request_id=0, max_new_tokens=min(config.max_new_tokens, WARMUP_TOKENS), ignore_eos=True)
     seen: dict[str, int] = {}
-    with _bar(len(prompts), hidden=progress is not None) as advance:
-        for index, prompt in enumerate(prompts):
+    start, limit = time.monotonic(), math.inf if config.max_minutes is None else 60 * config.max_minutes
+    with meter(len(prompts), "measuring", unit="prompts", limit_s=limit) as advance:
+        for index, prompt in enumerate(alternate(prompts)):
             seen[prompt.set] = seen.get(prompt.set, 0) + 1
             if (prompt.set, prompt.id) not in journal.done:
+                if journal.done and time.monotonic() - start > limit:
+                    break
                 shown = seen[prompt.set] <= config.viewer
-                journal.add(measure_prompt(target, prompt, arms, config, index=index, memory=memory, shown=shown))
+                journal.add(measure_prompt(target, prompt, arms, conditions, index=index, memory=memory, shown=shown))
             advance()
-            if progress is not None:
-                progress(index + 1, len(prompts))
-    records = [record for prompt in prompts for record in journal.done[prompt.set, prompt.id]]
-    return records
+    done = [journal.done.get((prompt.set, prompt.id), []) for prompt in prompts]
+    return [record for records in done for record in records]
 
 
-def measure_prompt(
-    target: Target,
-    prompt: Prompt,
-    arms: Sequence[Arm],
-    config: Config,
-    *,
-    index: int,
-    memory: PeakMemory,
-    shown: bool = False,
-) -> list[Record]:
-    """Let every arm answer every turn of one prompt, ``repeats`` times, in rotating order.
-
-    Args:
-        target: encodes and decodes text, and judges where arms differ.
-        prompt: the conversation.
-        arms: the first must be ``ar``: its answers are the history of later turns.
-        config: repeats, limits, sampling.
-        index: number of the prompt; decides the rotation and the noise.
-        memory: the meter.
-        shown: keep the text of every token for the report.
-    """
-    messages = _messages(prompt, 0)
-    records: list[Record] = []
-    for turn in range(len(prompt.turns)):
-        if turn:
-            messages.append({"role": "user", "content": prompt.turns[turn]})
-        ids = encode(target, messages, chat=config.chat)
-        _check_length(target, prompt, ids, config)
-        request_id = index * TURN_STRIDE + turn
-        runs: dict[str, list[ArmRun]] = {arm.name: [] for arm in arms}
-        peaks: dict[str, list[int]] = {arm.name: [] for arm in arms}
-        for repeat in range(config.repeats):
-            for arm in rotation(arms, index + turn + repeat):
-                memory.start()
-                runs[arm.name].append(
-                    arm.run(
-                        ids, request_id=request_id, max_new_tokens=config.max_new_tokens, ignore_eos=config.ignore_eos
-                    )
-                )
-                if (peak := memory.stop()) is not None:
-                    peaks[arm.name].append(peak)
-        base = runs[arms[0].name][0].ids
-        for arm in arms:
-            record = _record(prompt, turn, ids, arm, runs[arm.name], peaks[arm.name])
-            _compare(record, arm, base, target, ids, config, request_id)
-            if shown and arm.kind == "spec":
-                record.question = prompt.turns[turn]
-                record.pieces = pieces(record.ids, target.decode)
-            records.append(record)
-        eos = target.info.eos_ids
-        messages.append({"role": "assistant", "content": target.decode([i for i in base if i not in eos])})
-    return records
+def _settings_key(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
+    """What the figures of a prompt depend on: options, prompts and the drafter's weights."""
+    assert config.checkpoint is not None
+    weights = read_config(resolve_checkpoint(config.checkpoint))["weights_sha256"]
+    texts = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
+    options = to_dict(replace(config, report=True, cost=True, out=None, max_minutes=None))
+    return {"options": options, "weights": weights, "prompts": hashlib.sha256(texts.encode()).hexdigest()}
 
 
-def _record(
-    prompt: Prompt, turn: int, ids: list[int], arm: Arm, runs: Sequence[ArmRun], peaks: Sequence[int]
-) -> Record:
-    steps = runs[0].steps
-    return Record(
-        arm=arm.name,
-        prompts=prompt.set,
-        category=prompt.category,
-        id=prompt.id,
-        turn=turn,
-        prompt_tokens=len(ids),
-        ids=runs[0].ids,
-        emitted=[len(step.tokens) for step in steps],
-        accepted=[step.accepted for step in steps],
-        offered=[step.offered for step in steps],
-        ttft_s=[run.ttft_s for run in runs],
-        decode_s=[run.decode_s for run in runs],
-        peak_memory_bytes=max(peaks, default=None),
-    )
-
-
-def _compare(
-    record: Record, arm: Arm, base: list[int], target: Target, prompt: list[int], config: Config, request_id: int
-) -> None:
-    """Note whether an arm produced the ``ar`` arm's ids and, where not, how close the target's decision was.
-
-    Transformers draws its own random numbers, so sampled runs of ``hf`` are not compared.
-    """
-    if arm.kind == "hf" and config.temperature > 0:
-        return
-    record.matches = record.ids == base
-    if record.matches:
-        return
-    pairs = enumerate(zip(record.ids, base, strict=False))
-    at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(record.ids), len(base)))
-    judged = recompute(target, prompt, base[: at + 1], sampling=config.sampling(), request_id=request_id)
-    record.first_difference = at
-    gap = judged.gaps[at] if at < len(judged.gaps) else float("inf")
-    record.difference_gap = gap if gap < float("inf") else None
-
-
-def _messages(prompt: Prompt, turn: int) -> list[dict[str, str]]:
-    return [*prompt.history, {"role": "user", "content": prompt.turns[turn]}]
-
-
-def encode(target: Target, messages: list[dict[str, str]], *, chat: bool) -> list[int]:
-    """Return the prompt's token ids: through the chat template, or the plain text of all messages.
-
-    Raises:
-        UserError: plain text was asked of a target without a tokenizer, or a template of one without it.
-    """
-    if chat:
-        return target.encode_chat(messages, add_generation_prompt=True)
-    if target.tokenizer is None:
-        raise UserError(f"target {target.info.name!r} must have a tokenizer for text prompts, got none")
-    return list(target.tokenizer("\n".join(m["content"] for m in messages))["input_ids"])
-
-
-def _check_length(target: Target, prompt: Prompt, ids: list[int], config: Config) -> None:
-    limit = target.info.max_positions
-    if len(ids) + config.max_new_tokens > limit:
-        raise UserError(
-            f"prompt {prompt.id!r} of {prompt.set} must fit the model's {limit} positions, got {len(ids)} tokens plus "
-            f"max_new_tokens={config.max_new_tokens}; lower max_new_tokens or shorten the prompt"
-        )
-    if len(prompt.turns) > TURN_STRIDE:
-        raise UserError(f"prompt {prompt.id!r} of {prompt.set} must have at most {TURN_STRIDE} turns")
-
-
-def _measure_costs(
+def _costs(
     config: Config, target: Target, prompts: Sequence[Prompt], arms: Sequence[DecoderArm], records: Sequence[Record]
-) -> CostReport | None:
-    """Measure v(T) and instrument a few prompts."""
-    if config.max_new_tokens < 2:
-        return None
-    chosen = [encode(target, _messages(p, 0), chat=config.chat) for p in prompts[:COST_PROMPTS]]
-    widths = sorted({*WIDTHS, *(arm.plan.n_nodes for arm in arms if arm.plan is not None)})
-    curve = verify_curve(target, widths=widths)
+) -> CostReport:
+    """Measure v(T) at every arm's width and instrument a few prompts."""
+    chosen = [encode(target, opening(p), chat=config.chat) for p in prompts[:COST_PROMPTS]]
+    curve = verify_curve(target, widths=[*WIDTHS, *(arm.plan.n_nodes for arm in arms if arm.plan is not None)])
     rounds = round_costs(arms, chosen, max_new_tokens=min(COST_TOKENS, config.max_new_tokens))
     taus = {arm.name: stats.acceptance([r for r in records if r.arm == arm.name])[0] for arm in arms}
     return CostReport(curve=curve, rounds=rounds, predictions=predict(curve, rounds, taus))
@@ -314,8 +217,7 @@ def _measure_costs(
 
 def _common(config: Config, pair: Pair) -> dict[str, Any]:
     """Fields that all rows of one benchmark share."""
-    target, drafter = pair.target, pair.drafter
-    sampling = config.sampling()
+    target, drafter, sampling = pair.target, pair.drafter, config.sampling()
     return {
         "target": target.info.name,
         "temperature": sampling.temperature,
@@ -323,6 +225,7 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
         "top_p": sampling.top_p,
         "repeats": config.repeats,
         "settings": {
+            "command": repeat("bench", config),
             "checkpoint": config.checkpoint,
             "max_new_tokens": config.max_new_tokens,
             "limit": config.limit,
@@ -343,7 +246,7 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
 
 
 def make_rows(
-    records: Sequence[Record], arms: Sequence[Arm], config: Config, *, common: dict[str, Any]
+    records: Sequence[Record], arms: Sequence[Arm], *, verifier: str, seed: int, common: dict[str, Any]
 ) -> list[Row]:
     """One row per arm for every prompt set, followed by one per category where a set has several."""
     rows: list[Row] = []
@@ -354,62 +257,46 @@ def make_rows(
         if len(categories) > 1:
             groups |= {category: [r for r in of_set if r.category == category] for category in categories}
         for category, group in groups.items():
-            rows += [_row(group, arm, config, name, category, common) for arm in arms]
+            by_arm = {arm.name: [r for r in group if r.arm == arm.name] for arm in arms}
+            for arm in arms:
+                spec = arm.kind == "spec"
+                rows.append(
+                    Row(
+                        arm=arm.name,
+                        kind=arm.kind,
+                        drafter=common["settings"]["drafter"] if spec else None,
+                        tree=arm.tree,
+                        verifier=verifier if spec else None,
+                        prompts=name,
+                        category=category,
+                        **_figures(arm, by_arm, seed),
+                        **common,
+                    )
+                )
     return rows
 
 
-def _row(
-    group: Sequence[Record], arm: Arm, config: Config, name: str, category: str, common: dict[str, Any]
-) -> Row:
-    records = {r.arm: [x for x in group if x.arm == r.arm] for r in group}
-    own = records[arm.name]
-    over_ar = stats.speedup(own, records["ar"], seed=config.seed)
-    over_hf = stats.speedup(own, records["hf"], seed=config.seed).total if "hf" in records else None
+def _figures(arm: Arm, by_arm: dict[str, list[Record]], seed: int) -> dict[str, Any]:
+    """The measured fields of one row."""
+    own = by_arm[arm.name]
+    over_ar = stats.speedup(own, by_arm["ar"], seed=seed)
     tau, tau_prompt_mean, by_depth = stats.acceptance(own)
-    peaks = [r.peak_memory_bytes for r in own if r.peak_memory_bytes is not None]
-    fields = dict(common)
-    return Row(
-        arm=arm.name,
-        kind=arm.kind,
-        drafter=fields["settings"]["drafter"] if arm.kind == "spec" else None,
-        tree=arm.tree,
-        verifier=config.verifier if arm.kind == "spec" else None,
-        prompts=name,
-        category=category,
-        n_prompts=len({r.id for r in own}),
-        n_turns=len(own),
-        new_tokens=sum(len(r.ids) for r in own),
-        n_steps=None if arm.kind == "hf" else sum(len(r.emitted) for r in own),
-        tau=tau,
-        tau_prompt_mean=tau_prompt_mean,
-        accept_by_depth=by_depth,
-        speedup_median=over_ar.median,
-        speedup_median_ci=over_ar.median_ci,
-        speedup_total=over_ar.total,
-        speedup_ci=over_ar.total_ci,
-        speedup_end_to_end=over_ar.end_to_end,
-        speedup_vs_hf=over_hf,
-        tokens_per_s=stats.tokens_per_s(own),
-        ttft_s=stats.ttft(own),
-        match_rate=stats.match_rate(own),
-        peak_memory_bytes=max(peaks, default=None),
-        **fields,
-    )
-
-
-class _bar:  # noqa: N801 - used as a context manager
-    """A progress bar with the time left; silent when the caller shows its own."""
-
-    def __init__(self, total: int, *, hidden: bool):
-        columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TextColumn("prompts"))
-        self._progress = Progress(*columns, TimeElapsedColumn(), TimeRemainingColumn(), disable=hidden)
-        self._task = self._progress.add_task("measuring", total=total)
-
-    def __enter__(self) -> Callable[[], None]:
-        self._progress.start()
-        return lambda: self._progress.advance(self._task)
-
-    def __exit__(self, *_: object) -> None:
-        self._progress.stop()
-
-
+    return {
+        "n_prompts": len({r.id for r in own}),
+        "n_turns": len(own),
+        "new_tokens": sum(len(r.ids) for r in own),
+        "n_steps": None if arm.kind == "hf" else sum(len(r.emitted) for r in own),
+        "tau": tau,
+        "tau_prompt_mean": tau_prompt_mean,
+        "accept_by_depth": by_depth,
+        "speedup_median": over_ar.median,
+        "speedup_median_ci": over_ar.median_ci,
+        "speedup_total": over_ar.total,
+        "speedup_ci": over_ar.total_ci,
+        "speedup_end_to_end": over_ar.end_to_end,
+        "speedup_vs_hf": stats.speedup(own, by_arm["hf"], seed=seed).total if "hf" in by_arm else None,
+        "tokens_per_s": stats.tokens_per_s(own),
+        "ttft_s": stats.ttft(own),
+        "match_rate": stats.match_rate(own),
+        "peak_memory_bytes": max((r.peak_memory_bytes for r in own if r.peak_memory_bytes is not None), default=None),
+    }

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from distill.drafters.base import Drafter
 from distill.errors import UserError
-from distill.export.format import load_drafter, read_config, resolve_checkpoint
+from distill.export import load_drafter, resolve_checkpoint
+from distill.export.format import read_config
 from distill.target import Target, TargetConfig, load_target
 
 AUTO = "auto"

@@ -282,4 +282,4 @@ def read_costs(path: Path) -> CostReport | None:
             predictions=[Prediction(**entry) for entry in item["predictions"]],
         )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise UserError(f"{path} must be a cost file of schema {SCHEMA_VERSION}, got a damaged one ({error}).") from error
+        raise UserError(f"{path} must be a cost file of schema {SCHEMA_VERSION}, got a damaged one: {error}") from error

@@ -8,6 +8,7 @@ import gzip
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,14 @@ def spread(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
             quota[group] += 1
     kept = sorted(index for group, members in groups.items() for index in _even(members, quota[group]))
     return [prompts[index] for index in kept]
+
+
+def alternate(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return the prompts so that sets and categories take turns: any beginning of the list is a fair sample."""
+    groups: dict[tuple[str, str], list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault((prompt.set, prompt.category), []).append(prompt)
+    return [prompt for layer in zip_longest(*groups.values()) for prompt in layer if prompt is not None]
 
 
 def _even(items: Sequence[Any], count: int) -> list[Any]:

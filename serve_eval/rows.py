@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distill.errors import UserError
-from distill.export.format import write_atomic
+from distill.export.files import write_atomic
 
 SCHEMA_VERSION = 1
+RESULTS, RECORDS, COSTS, REPORT = "results.jsonl", "records.jsonl", "cost.json", "report.html"
 
 T = TypeVar("T")
 
@@ -165,7 +166,9 @@ def parse_line(line: str, cls: type[T], *, where: str) -> T:
         raise UserError(f"{where}: a line must be one JSON object, got invalid JSON ({error.msg}).") from None
     version = item.get("schema_version") if isinstance(item, dict) else None
     if version != SCHEMA_VERSION:
-        raise UserError(f"{where}: schema version must be {SCHEMA_VERSION}, got {version}; measure again with task=bench.")
+        raise UserError(
+            f"{where}: schema version must be {SCHEMA_VERSION}, got {version}; measure again with task=bench."
+        )
     names = {f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(item) - names):
         raise UserError(f"{where}: fields must be those of schema {SCHEMA_VERSION}, got unknown {', '.join(unknown)}.")

@@ -17,15 +17,15 @@ DEFAULT_SELF_CONVERSATIONS = 1000
 class DataConfig:
     """Options of the training data; see ``docs/data.md``."""
 
-    source: Source = opt("self", "self: the target writes prompts and answers; prompts: answers only; chat; text")
-    path: str | None = opt(None, "JSONL file, folder of them, or name of a hub data set; none for source self")
+    source: Source = opt("self", "who wrote what: the target all (self), the answers (prompts), nothing (chat, text)")
+    path: str | None = opt(None, "JSONL file, folder of them, or name of a hub data set (not for self)")
     subset: str | None = opt(None, "configuration name of a hub data set")
     split: str = opt("train", "split of a hub data set")
     folder: str | None = opt(None, "where prepared shards live; null: data/ inside the run folder")
 
     n_conversations: int | None = opt(None, "stop after this many kept ones; null: 1000 for self, else all")
     max_tokens: int | None = opt(None, "stop once this many supervised tokens are there; null: no limit")
-    max_minutes: float | None = opt(None, "stop writing after this time, resumed runs included; null: no limit")
+    max_minutes: float | None = opt(None, "stop writing after this time, earlier runs included; null: no limit")
     system: str | None = opt(None, "system message of every conversation; null: whatever the template adds")
 
     prompt_temperature: float = opt(1.0, "temperature of the user turns the target writes (self)")
@@ -35,11 +35,11 @@ class DataConfig:
 
     greedy_share: float = opt(0.5, "share of conversations answered greedily; the rest is sampled")
     temperature: float = opt(0.8, "temperature of the sampled answers")
-    top_k: int = opt(0, "top-k of the sampled answers; 0: off")
+    top_k: int = opt(50, "top-k of the sampled answers; 0: off")
     top_p: float = opt(1.0, "top-p of the sampled answers; 1: off")
     min_answer_tokens: int = opt(8, "answers with fewer tokens are dropped")
     max_answer_tokens: int = opt(256, "answers are cut here")
-    slots: int = opt(64, "answers written at the same time")
+    slots: int | None = opt(None, "answers written at the same time; null: 32 on a CPU, 256 elsewhere")
     shard_size: int = opt(64, "conversations per shard: the most an interruption can lose")
 
     max_len: int = opt(1024, "longest conversation in tokens; longer ones are cut, longer texts divided")
@@ -56,9 +56,17 @@ class DataConfig:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise UserError(f"data.{name} must be above 0, got {value}; null means no limit")
-        for name in ("max_prompt_tokens", "max_answer_tokens", "slots", "shard_size", "max_len", "min_answer_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"data.{name} must be at least 1, got {getattr(self, name)}")
+        for name in (
+            "max_prompt_tokens",
+            "max_answer_tokens",
+            "slots",
+            "shard_size",
+            "max_len",
+            "min_answer_tokens",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"data.{name} must be at least 1, got {value}")
         for name in ("greedy_share", "validation"):
             value = getattr(self, name)
             if not (math.isfinite(value) and 0 <= value <= 1):
@@ -84,7 +92,10 @@ class DataConfig:
     def prompt_sampling(self) -> Sampling:
         """How the target picks the tokens of user turns."""
         return Sampling(
-            temperature=self.prompt_temperature, top_k=self.prompt_top_k, top_p=self.prompt_top_p, seed=2 * self.seed
+            temperature=self.prompt_temperature,
+            top_k=self.prompt_top_k,
+            top_p=self.prompt_top_p,
+            seed=2 * self.seed,
         )
 
     def answer_sampling(self) -> Sampling:

@@ -1,15 +1,15 @@
-"""Which tokens of a finished conversation the target wrote.
+r"""Which tokens of a finished conversation the target wrote.
 
 An assistant turn, as text and as mask (ChatML)::
 
-    <|im_start|> assistant \\n  Hello there  <|im_end|>  \\n
+    <|im_start|> assistant \n  Hello there  <|im_end|>  \n
          0           0     0     1     1         1       0
 
-Supervised: what the assistant wrote and the token that ends its turn (a drafter must learn to draft it), never
-what the template wrote around it. Places come from the template's generation markers, else from renderings of the
-conversation's prefixes; both are then checked on tokens: a boundary counts only where tokenising the text up to it
-gives exactly the first tokens of the whole. A turn that fails is left unsupervised and counted; message contents are
-never searched for template text.
+Supervised: what the assistant wrote and the token that ends its turn (a drafter must learn to draft it),
+never what the template wrote around it. Places come from the template's generation markers, else from
+renderings of the conversation's prefixes; both are then checked on tokens: a boundary counts only where
+tokenising the text up to it gives exactly the first tokens of the whole. A turn that fails is left
+unsupervised and counted; message contents are never searched for template text.
 """
 
 from collections import Counter
@@ -37,9 +37,9 @@ class Supervised:
 
 @dataclass(frozen=True, kw_only=True)
 class _Span:
-    """Characters [start, stop) an assistant wrote; the tokens may start as early as ``lowest``."""
+    """Characters [start, stop) an assistant wrote, after a prompt that ends at ``served``."""
 
-    lowest: int
+    served: int
     start: int
     stop: int
 
@@ -85,18 +85,14 @@ def _strings(value: object) -> list[str]:
     return [value] if isinstance(value, str) else []
 
 
-def _marked(
-    messages: list[Message], turns: list[int], template: ChatTemplate
-) -> tuple[str, list[_Span], Counter[str]]:
+def _marked(messages: list[Message], turns: list[int], template: ChatTemplate) -> tuple[str, list[_Span], Counter[str]]:
     """Spans from the template's own generation markers."""
     text, places = template.render_marked(messages)
-    missing = max(0, len(turns) - len(places))
-    spans = [_Span(lowest=stop_before, start=a, stop=b) for (a, b), stop_before in zip(places, _befores(places), strict=True)]
-    return text, [span for span in spans if span.start < span.stop], Counter({"unmarked": missing} if missing else {})
-
-
-def _befores(places: list[tuple[int, int]]) -> list[int]:
-    return [0, *(stop for _, stop in places)][: len(places)]
+    if text != template.render(messages):
+        return _rendered(messages, turns, template)
+    spans = [_Span(served=start, start=start, stop=stop) for start, stop in places if start < stop]
+    missing = len(turns) - len(spans)
+    return text, spans, Counter({"not_marked": missing} if missing > 0 else {})
 
 
 def _rendered(
@@ -107,6 +103,9 @@ def _rendered(
     spans: list[_Span] = []
     counts: Counter[str] = Counter()
     for k in turns:
+        if k == 0:
+            counts["nothing_before"] += 1
+            continue
         served = template.render(messages[:k], add_generation_prompt=True)
         with_turn = template.render(messages[: k + 1])
         if not (text.startswith(served) and with_turn.startswith(served)):
@@ -118,18 +117,18 @@ def _rendered(
         elif not text.startswith(with_turn[: place[1]]):
             counts["history_rewritten"] += 1
         else:
-            spans.append(_Span(lowest=len(served), start=place[0], stop=place[1]))
+            spans.append(_Span(served=len(served), start=place[0], stop=place[1]))
     return text, spans, counts
 
 
 def _content_place(
     messages: list[Message], k: int, served: str, with_turn: str, template: ChatTemplate
 ) -> tuple[int, int] | None:
-    """Characters of turn k's content inside ``with_turn``; None when the template does not show it verbatim."""
+    """Characters of turn k's content inside ``with_turn``; None when it is not shown verbatim."""
     content = messages[k].get("content") or ""
     if any(messages[k].get(name) for name in messages[k] if name not in ("role", "content")):
         # Reasoning or tool calls: the assistant wrote all of the turn, in the template's spelling.
-        return len(served), len(with_turn)
+        return len(served), len(with_turn.rstrip())
     probe = template.render([*messages[:k], {"role": "assistant", "content": SENTINEL}])
     cut = probe.rfind(SENTINEL)
     if cut < 0 or not probe.startswith(served):
@@ -145,11 +144,9 @@ def _content_place(
 
 def _tokens(text: str, ids: list[int], span: _Span, template: ChatTemplate) -> tuple[int, int] | None:
     """Token range of a span, turn end included; None when a token lies across a boundary."""
-    first = _boundary(text, ids, span.start, template)
-    if first is None:
-        # "[/INST] word": the blank before the first word is part of its token.
-        bare = len(text[: span.start].rstrip(" "))
-        first = _boundary(text, ids, bare, template) if bare >= span.lowest else None
+    # "[/INST] word": where a prompt ends before a blank, the target writes the blank.
+    blank = not text[span.served : span.start].strip()
+    first = _boundary(text, ids, span.served if blank else span.start, template)
     last = _boundary(text, ids, span.stop, template)
     if first is None or last is None or first >= last:
         return None

@@ -3,7 +3,8 @@
 import re
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2.exceptions import TemplateError
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from distill.errors import UserError
 from distill.target import Target
@@ -12,6 +13,10 @@ Message = dict[str, Any]
 
 SENTINEL = "zq7sentinel7qz"
 """Stands for a message's content, to find where a template puts it."""
+
+
+FIRST_WORDS = ("What", "How", "the", "I", "Hello")
+"""How user turns may begin."""
 
 
 class ChatTemplate:
@@ -58,10 +63,9 @@ class ChatTemplate:
 
     def render_marked(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
         """Return the text and the character spans inside the template's generation markers."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        rendered: Any
         try:
-            texts, spans = render_jinja_template(
+            rendered = render_jinja_template(
                 [messages],
                 chat_template=self._template_text(),
                 return_assistant_tokens_mask=True,
@@ -69,7 +73,8 @@ class ChatTemplate:
             )
         except (TemplateError, TypeError, KeyError) as error:
             raise UserError(f"the messages must fit the target's chat template, which says: {error}") from error
-        return texts[0], [tuple(span) for span in spans[0]]
+        texts, spans = rendered
+        return texts[0], [(start, stop) for start, stop in spans[0]]
 
     def encode(self, text: str) -> list[int]:
         """Tokenise rendered text; the template has written the special tokens already."""
@@ -77,7 +82,7 @@ class ChatTemplate:
 
     def decode(self, ids: list[int]) -> str:
         """Text of ids, special tokens shown."""
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def has_special(self, text: str) -> bool:
         """True when the text holds a special token's own spelling, which would be read as that token."""
@@ -117,8 +122,8 @@ class ChatTemplate:
             raise UserError("the target's chat template must show the user's words; use data.source=prompts")
         before, after = text[:place], text[place + len(SENTINEL) :]
         ids = self.encode(before)
-        if self.encode(before + "Hello")[: len(ids)] != ids:
-            # The template's last space belongs to the first word's token.
+        if any(self.encode(before + word)[: len(ids)] != ids for word in FIRST_WORDS):
+            # The template's last blank belongs to the first word's token.
             ids = self.encode(before.rstrip(" "))
         if not ids:
             raise UserError("the target's chat template must open a user turn; use data.source=prompts")
@@ -137,9 +142,10 @@ class ChatTemplate:
         prompt = self.render(messages, add_generation_prompt=True)
         longer = [*messages, {"role": "assistant", "content": SENTINEL}, {"role": "user", "content": user}]
         text = self.render(longer, add_generation_prompt=True)
-        if not text.startswith(prompt + SENTINEL):
+        place = text.find(SENTINEL, len(prompt))
+        if place < 0 or not text.startswith(prompt) or text[len(prompt) : place].strip():
             return None
-        after = self.encode(text[len(prompt + SENTINEL) :])
+        after = self.encode(text[place + len(SENTINEL) :])
         length = self.leading_turn_end(after)
         if not length or after[length - 1] != self.turn_end:
             return None

@@ -9,8 +9,6 @@ Nothing is guessed on loading: a flag that is missing, a tensor too many, a map 
 target is an error, never a default. Pickles are never read.
 """
 
-import dataclasses
-import hashlib
 import json
 import os
 import shutil
@@ -24,10 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distill.config import build, to_dict
+from distill.config import build, flatten, to_dict
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export.card import render
+from distill.export.files import read_json, sha256, swap_folder, sync, to_json, unwritable, write_atomic
 from distill.registry import drafter_class
 from distill.target import Target
 from distill.vocab import DraftVocab
@@ -44,7 +43,12 @@ MAPS = {"vocab.d2t": "d2t", "vocab.t2d": "t2d"}
 
 # ------------------------------------------------------------------------------------------------------ writing
 def save_drafter(
-    drafter: Drafter, folder: str | Path, *, provenance: Mapping, card: Mapping | None = None, overwrite: bool = False
+    drafter: Drafter,
+    folder: str | Path,
+    *,
+    provenance: Mapping,
+    card: Mapping | None = None,
+    overwrite: bool = False,
 ) -> Path:
     """Write ``drafter`` to ``folder``; the folder appears complete or not at all.
 
@@ -62,22 +66,21 @@ def save_drafter(
     if folder.exists() and not (overwrite and _is_export(folder)):
         hint = "remove it first" if overwrite else "choose another folder or pass overwrite=true"
         raise UserError(f"the export folder must not exist yet, got {folder}; {hint}")
-    drafter.prepare_export()
     tensors = {MAPS.get(k, k): v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
     record = {**provenance, "measured": dict(card or {})}
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
     try:
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
-        config = _describe(drafter) | {"weights_sha256": _sha256(fresh / WEIGHTS)}
-        (fresh / CONFIG).write_text(_json(config))
-        (fresh / PROVENANCE).write_text(_json(record))
+        config = _describe(drafter) | {"weights_sha256": sha256(fresh / WEIGHTS)}
+        (fresh / CONFIG).write_text(to_json(config))
+        (fresh / PROVENANCE).write_text(to_json(record))
         (fresh / CARD).write_text(render(config, record))
         for path in fresh.iterdir():
-            _sync(path)
-        _swap(fresh, folder)
+            sync(path)
+        swap_folder(fresh, folder)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{folder} must be writable, got {error}; free some space or choose another folder") from error
+        raise unwritable(folder, error) from error
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
@@ -87,23 +90,10 @@ def update_card(folder: str | Path, measured: Mapping[str, Any]) -> None:
     """Add measured figures to an export's provenance and render its model card again."""
     folder = Path(folder)
     config = read_config(folder)
-    record = _read_json(folder / PROVENANCE)
+    record = read_json(folder / PROVENANCE)
     record["measured"] = {**record.get("measured", {}), **measured}
-    write_atomic(folder / PROVENANCE, _json(record))
+    write_atomic(folder / PROVENANCE, to_json(record))
     write_atomic(folder / CARD, render(config, record))
-
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file under a temporary name beside ``path``, sync it, then replace ``path``."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text)
-        _sync(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise UserError(f"{path} must be writable, got {error}; free some space or choose another folder") from error
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _describe(drafter: Drafter) -> dict[str, Any]:
@@ -146,7 +136,7 @@ def load_drafter(
     folder = resolve_checkpoint(folder)
     config = read_config(folder)
     _check_target(folder, config["target"], target, allow_mismatch=allow_target_mismatch)
-    cls = drafter_class(config["drafter"])
+    cls: Any = drafter_class(config["drafter"])
     flags = _read_flags(folder, cls.Config, config["config"])
     taps = list(cls.taps(flags, target.info))
     if config["tap_convention"] != TAP_CONVENTION or config["taps"] != taps:
@@ -187,13 +177,22 @@ def read_config(folder: Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise UserError(f"{folder} must hold {name}, got a folder without it; export the run again")
-    config = _read_json(folder / CONFIG)
+    config = read_json(folder / CONFIG)
     if config.get("format") != FORMAT:
         raise UserError(f"{folder / CONFIG}: format must be {FORMAT!r}, got {config.get('format')!r}")
     if config.get("schema_version") != SCHEMA_VERSION:
         got = config.get("schema_version")
         raise UserError(f"{folder / CONFIG}: schema_version must be {SCHEMA_VERSION}, got {got!r}; update draftsmith")
-    keys = {"format", "schema_version", "drafter", "config", "tap_convention", "taps", "draft_vocab_size", "dtype"}
+    keys = {
+        "format",
+        "schema_version",
+        "drafter",
+        "config",
+        "tap_convention",
+        "taps",
+        "draft_vocab_size",
+        "dtype",
+    }
     _same_names(keys | {"target", "weights_sha256"}, config, f"{folder / CONFIG}: keys")
     return config
 
@@ -216,10 +215,10 @@ def _check_target(folder: Path, recorded: Mapping, target: Target, *, allow_mism
     warnings.warn(f"{what}; expect low acceptance", stacklevel=3)
 
 
-def _read_flags(folder: Path, cls: type, given: Mapping) -> Any:
+def _read_flags(folder: Path, cls: type[Any], given: Mapping) -> Any:
     """Build the drafter's Config; a flag left out would silently become today's default, so all must be there."""
-    flags = build(cls, given, path="config")
-    _same_names(set(_flat(to_dict(flags))), _flat(given), f"{folder / CONFIG}: flags of {cls.__qualname__}")
+    flags: Any = build(cls, given, path="config")
+    _same_names(set(flatten(to_dict(flags))), flatten(given), f"{folder / CONFIG}: flags of {cls.__qualname__}")
     return flags
 
 
@@ -228,9 +227,11 @@ def _read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
-        raise UserError(f"{path} must be a whole safetensors file, got a damaged one ({error}); copy it again") from error
-    if _sha256(path) != config["weights_sha256"]:
-        got = f"{_sha256(path)[:16]} instead of {config['weights_sha256'][:16]}"
+        raise UserError(
+            f"{path} must be a whole safetensors file, got a damaged one ({error}); copy it again"
+        ) from error
+    if sha256(path) != config["weights_sha256"]:
+        got = f"{sha256(path)[:16]} instead of {config['weights_sha256'][:16]}"
         raise UserError(f"{path} must be the file that was exported, got sha256 {got}; copy it again")
     wrong = {k: v.dtype for k, v in tensors.items() if v.is_floating_point() and str(v.dtype)[6:] != config["dtype"]}
     if wrong:
@@ -275,14 +276,9 @@ def _same_names(expected: set[str], got: Any, what: str) -> None:
     missing, unexpected = sorted(expected - set(got)), sorted(set(got) - expected)
     if missing or unexpected:
         parts = [f"{word} {', '.join(names)}" for word, names in (("without", missing), ("with", unexpected)) if names]
-        raise UserError(f"{what} must be exactly the known ones, got a file {' and '.join(parts)}; export the run again")
-
-
-def _flat(mapping: Mapping, prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in mapping.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return flat
+        raise UserError(
+            f"{what} must be exactly the known ones, got a file {' and '.join(parts)}; export the run again"
+        )
 
 
 def _is_export(folder: Path) -> bool:
@@ -293,36 +289,3 @@ def _is_export(folder: Path) -> bool:
         return json.loads(path.read_text()).get("format") == FORMAT
     except (ValueError, OSError, AttributeError):
         return (folder / WEIGHTS).is_file() and (folder / PROVENANCE).is_file()
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} must be readable JSON, got {error}; export the run again") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path} must be a JSON object, got {type(value).__name__}; export the run again")
-    return value
-
-
-def _json(value: Mapping) -> str:
-    return json.dumps(value, indent=2, default=str) + "\n"
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _swap(fresh: Path, folder: Path) -> None:
-    """Put ``fresh`` in ``folder``'s place; the old one goes only once the new one is there."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.replace(old)
-    fresh.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -64,7 +64,13 @@ def hardware() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     system = f"{platform.system()}-{platform.release()}"
-    return {"cpu": _cpu_name(), "cores": cores, "gpus": gpus, "platform": system, "machine": platform.machine()}
+    return {
+        "cpu": _cpu_name(),
+        "cores": cores,
+        "gpus": gpus,
+        "platform": system,
+        "machine": platform.machine(),
+    }
 
 
 def _cpu_name() -> str:
@@ -78,9 +84,7 @@ def _cpu_name() -> str:
 
 def _git(root: Path, *args: str) -> str | None:
     try:
-        done = subprocess.run(
-            ["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20, check=True
-        )
+        done = subprocess.run(["git", "-C", str(root), *args], capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()

@@ -1,6 +1,7 @@
 """The frozen target: one class through which training and decoding run the same model."""
 
+from distill.target.info import TargetConfig, TargetInfo
 from distill.target.loading import load_target
-from distill.target.model import Target, TargetConfig, TargetInfo
+from distill.target.model import Target
 
 __all__ = ["Target", "TargetConfig", "TargetInfo", "load_target"]

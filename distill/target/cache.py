@@ -43,7 +43,7 @@ def disk_errors(doing: str) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush every file of ``folder`` (not recursively) to the disk, so that a rename publishes whole files."""
+    """Flush every file of ``folder`` (not recursively) to the disk, so that a rename publishes it whole."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())

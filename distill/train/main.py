@@ -1,67 +1,88 @@
 """Entry of training: ``python train.py`` and ``draftsmith train``. Compose, convert strictly, run."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill.config import build, describe
-from distill.entry import Job, help_page, launch, run_folder
+from distill.config import build, describe, flatten
+from distill.entry import Job, compose_values, config_groups, help_page, launch, run_folder
 from distill.registry import DRAFTERS, drafter_class
+from distill.train.config import TrainConfig
 
 SUMMARY = """\
-Train a drafter against a frozen target model, then export it for decoding.
-Without arguments: SmolLM2-135M-Instruct writes its own training conversations and an EAGLE-3 drafter learns from
-them. Everything a run makes lands in one folder, runs/<date>-<drafter>-<target> or run_dir=...; starting again with
-the same run_dir resumes."""
+Train a drafter against a frozen target model and export it for decoding.
+Without arguments, SmolLM2-135M-Instruct writes its own training conversations and an EAGLE-3 drafter learns from
+them. Everything a run makes lands in one folder, runs/<date>-<drafter>-<target> or run_dir=DIR; the same run_dir
+again resumes it."""
 
 EXAMPLES = (
     "python train.py",
-    "python train.py debug=default                                # a minute on a laptop: is everything in place?",
-    "python train.py drafter.ttt_steps=5 loss=kl optim.lr=3e-4 trainer.max_steps=500",
+    "python train.py debug=default                      # everything tiny: is the installation in order?",
+    "python train.py drafter=eagle3 drafter.ttt_steps=5 loss=kl optim.lr=3e-4 trainer.max_steps=500",
     "python train.py target=hub target.name=Qwen/Qwen3-0.6B data=prompts data.path=prompts.jsonl",
-    "python train.py experiment=smollm2-eagle3",
-    "python train.py -m optim.lr=1e-4,3e-4                        # a sweep: one folder per run",
-    "python train.py run_dir=runs/mine                            # name the folder; again to resume",
+    "python train.py experiment=smollm2-eagle3          # a file in configs/experiment/",
+    "python train.py -m optim.lr=1e-4,3e-4              # a sweep: one folder per run",
+    "python train.py run_dir=runs/mine                  # name the folder; again to resume",
 )
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = "python train.py") -> int:
     """Run ``train`` on a command line; returns the exit code (0, 2 for a user error, 130 after Ctrl-C)."""
-    return launch(train, config_name="train", help=lambda: help_text(program), argv=argv)
+    return launch(
+        partial(train, program=program),
+        config_name="train",
+        help=partial(help_text, program=program),
+        argv=argv,
+    )
 
 
-def train(values: dict[str, Any], job: Job) -> None:
+def train(values: dict[str, Any], job: Job, *, program: str = "python train.py") -> None:
     """Build the strict config, name the run's folder and run it."""
-    from distill.train.run import run  # not needed to refuse a config or to print help
-
     config = train_config(values)
-    folder = run_folder(config.run_dir, job, parts=(values["drafter"]["name"], Path(config.target.name).name))
+    folder = run_folder(config.run_dir, job, parts=(config.drafter["name"], Path(config.target.name).name))
     config.run_dir = str(folder)
+
+    from distill.train.run import run  # Lightning takes seconds to import; a typo is refused before that
+
     try:
         run(config)
-    except KeyboardInterrupt:
-        again = " ".join(shlex.quote(o) for o in job.overrides if not o.startswith("run_dir="))
-        raise KeyboardInterrupt(f"resume with: python train.py {again} run_dir={shlex.quote(str(folder))}") from None
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        # Lightning turns Ctrl-C into exit(1).
+        given = [override for override in job.overrides if not override.startswith("run_dir=")]
+        again = shlex.join([*program.split(), *given, f"run_dir={folder}"])
+        raise KeyboardInterrupt(f"resume with: {again}") from None
 
 
-def train_config(values: dict[str, Any]) -> Any:
-    """Convert composed values to ``TrainConfig``; the drafter's part is checked against the chosen drafter's Config."""
-    from distill.train.run import TrainConfig
-
-    return build(TrainConfig, values)
+def train_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Convert composed values strictly; the drafter's part is checked by the Config of the drafter it names."""
+    return build(TrainConfig, values, parts=drafter_part(values))
 
 
-def help_text(program: str) -> str:
-    """The text of ``--help``."""
-    from distill.train.run import TrainConfig
+def drafter_part(values: Mapping[str, Any]) -> dict[str, type]:
+    """The options behind ``drafter``, for help and suggestions: those of the drafter ``values`` name."""
+    drafter = values.get("drafter")
+    name = drafter.get("name") if isinstance(drafter, Mapping) else None
+    chosen: Any = drafter_class(name if name in DRAFTERS else next(iter(DRAFTERS)))
+    return {"drafter": chosen.Config}
 
-    parts = {"drafter": drafter_class("eagle3").Config}
+
+def help_text(overrides: Sequence[str] = (), *, program: str = "python train.py") -> str:
+    """The text of ``--help``, for the drafter that ``overrides`` choose."""
+    values = compose_values("train", [override for override in overrides if override.startswith("drafter=")])
     page = help_page(
         summary=SUMMARY,
         usage=f"{program} [GROUP=NAME ...] [OPTION=VALUE ...] [-m]",
-        config_name="train",
-        options=describe(TrainConfig, parts=parts),
+        groups=config_groups("train"),
+        options=describe(TrainConfig, parts=drafter_part(values)),
+        defaults=flatten(values),
         examples=EXAMPLES,
     )
     return page.replace("python train.py", program)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(program="python -m distill.train.main"))

@@ -3,6 +3,7 @@
 The target is no submodule: it is in no checkpoint, no optimiser, never in training mode.
 """
 
+import math
 from typing import Any
 
 import lightning.pytorch as pl
@@ -44,7 +45,8 @@ class Sums:
     def add(self, result: LossResult, *, tokens: float, denominator: float) -> None:
         """Add one micro batch; ``tokens`` is its share of the supervised tokens of its step (``denominator``)."""
         accepted, starts = simulated_sums(result.hits_KBL, result.valid_KBL)
-        loss = result.loss.detach().double() * denominator
+        exact = torch.float32 if result.loss.device.type == "mps" else torch.float64
+        loss = result.loss.detach().to(exact) * denominator
         head = torch.stack([loss, torch.full_like(loss, tokens), accepted.to(loss), starts.to(loss)])
         new = torch.cat([head, result.hits_K.to(loss), result.alpha_K.to(loss), result.count_K.to(loss)])
         self.vector = new if self.vector is None else self.vector + new
@@ -58,7 +60,11 @@ class Sums:
         loss, tokens, accepted, starts, *rest = vector.tolist()
         steps = len(rest) // 3
         hits, alpha, count = rest[:steps], rest[steps : 2 * steps], rest[2 * steps :]
-        means = {"loss": loss / max(tokens, 1), "tau": 1 + accepted / max(starts, 1), "supervised_tokens": tokens}
+        means = {
+            "loss": loss / max(tokens, 1),
+            "tau": 1 + accepted / max(starts, 1),
+            "supervised_tokens": tokens,
+        }
         for k in range(steps):
             means[f"acc_{k}"] = hits[k] / max(count[k], 1)
             means[f"alpha_{k}"] = alpha[k] / max(count[k], 1)
@@ -82,6 +88,8 @@ class DraftModule(pl.LightningModule):
         self.loss_config, self.optim_config, self.max_steps, self.seed = loss, optim, max_steps, seed
         self.sums = Sums()
         self.step_info: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        """Newest value of everything that was logged."""
         self.validated: dict[int, float] = {}
         """Step -> simulated acceptance length on held-out data."""
         self._step_losses: list[tuple[Tensor, Batch]] = []
@@ -95,7 +103,7 @@ class DraftModule(pl.LightningModule):
         micro = self.trainer.accumulate_grad_batches
         # A function of where we are, so a resumed run draws what the uninterrupted one drew.
         place = (self.trainer.global_step * micro + batch_idx % micro) * self.trainer.world_size
-        torch.manual_seed(hash((self.seed, place + self.trainer.global_rank)) % 2**63)
+        torch.manual_seed((self.seed * 2**40 + place + self.trainer.global_rank) % 2**63)
         result = step_loss(self.drafter, batch, self.loss_config)
         parts = micro * self.trainer.world_size
         self.sums.add(result, tokens=batch.denominator / parts, denominator=batch.denominator)
@@ -109,22 +117,34 @@ class DraftModule(pl.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip, note the norm, and stop before a step that would spoil the weights."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = float(nn.utils.clip_grad_norm_(parameters, self.optim_config.clip or float("inf")))
+        norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), self.optim_config.clip or float("inf")))
         self._refuse_nonfinite(norm)
         self.step_info = {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[0]["lr"]}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """The newest figures travel along: the best checkpoint is described by them."""
+        checkpoint["metrics"] = dict(self.metrics)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Take them up again."""
+        self.metrics = checkpoint["metrics"]
+
     def _refuse_nonfinite(self, norm: float) -> None:
         step_losses, self._step_losses = self._step_losses, []
-        bad = [i for i, (loss, _) in enumerate(step_losses) if not bool(torch.isfinite(loss))]
-        if not bad and torch.isfinite(torch.tensor(norm)):
+        bad = [micro for micro, (loss, _) in enumerate(step_losses) if not math.isfinite(loss)]
+        if not bad and math.isfinite(norm):
             return
-        micro = bad[0] if bad else 0
-        loss, batch = step_losses[micro]
-        documents = [sorted(set(row.tolist()) - {-1}) for row in batch.doc_BL]
-        what = f"loss {float(loss)}" if bad else f"a gradient norm of {norm}"
+        what = f"{float(step_losses[bad[0]][0])}" if bad else f"a gradient norm of {norm}"
+        micros = bad or range(len(step_losses))
+        rows = ", ".join(name for micro in micros for name in self._row_names(micro, step_losses[micro][1]))
         raise UserError(
-            f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, micro batch {micro}, "
-            f"rows 0-{len(documents) - 1} with documents {documents}; the last good checkpoint is kept: lower optim.lr "
-            "or use trainer.precision=fp32"
+            f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, {rows}; the last good "
+            "checkpoint is kept: start a new run with a lower optim.lr or trainer.precision=fp32"
         )
+
+    def _row_names(self, micro: int, batch: Batch) -> list[str]:
+        """Rows by their number in the data order (``Batches``), and the documents in each."""
+        world, rows = self.trainer.world_size, len(batch.doc_BL)
+        begin = (self.trainer.global_step * self.trainer.accumulate_grad_batches + micro) * rows * world
+        numbers = range(begin + self.trainer.global_rank, begin + rows * world, world)
+        return [f"row {i} (documents 0-{int(doc.max())})" for i, doc in zip(numbers, batch.doc_BL, strict=True)]

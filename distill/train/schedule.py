@@ -6,9 +6,7 @@ and resume are exact because nothing reads a clock afterwards.
 
 import json
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +15,7 @@ from torch import nn, optim
 
 from distill.config import opt
 from distill.errors import UserError
-from distill.export.format import write_atomic
+from distill.export.files import write_atomic
 
 VALIDATIONS, DECODES = 10, 4
 """How often a run validates and decodes when the config leaves it open."""
@@ -117,9 +115,7 @@ def make_plan(
     *,
     max_steps: int | None,
     max_seconds: float | None,
-    val_every: int | None,
-    checkpoint_every: int | None,
-    decode_every: int | None,
+    every: Mapping[str, int | None],
     seconds: Mapping[str, float],
 ) -> Plan:
     """Fix the number of steps and the intervals.
@@ -127,65 +123,34 @@ def make_plan(
     Args:
         max_steps: upper limit, None without one.
         max_seconds: time for training, validation, checkpoints and decoding together; None without a limit.
-        val_every, checkpoint_every, decode_every: None spreads a fixed number over the run (checkpoints go with
-            validations).
+        every: steps between two of ``val``, ``checkpoint`` and ``decode``; None spreads a fixed number over the run
+            (checkpoints go with validations).
         seconds: measured cost of one ``step``, ``val``, ``checkpoint`` and ``decode``.
 
     Raises:
         UserError: not even one step fits.
     """
-    checkpoint_every = checkpoint_every or val_every
+    every = {**every, "checkpoint": every["checkpoint"] or every["val"]}
+    times = {"val": VALIDATIONS, "checkpoint": VALIDATIONS, "decode": DECODES}
     if max_seconds is not None:
-        # Each is paid once more at the end; open intervals give a fixed number, given ones a cost per step.
-        per_step, fixed = seconds["step"], seconds["val"] + seconds["checkpoint"] + seconds["decode"]
-        for name, every, times in (
-            ("val", val_every, VALIDATIONS),
-            ("checkpoint", checkpoint_every, VALIDATIONS),
-            ("decode", decode_every, DECODES),
-        ):
-            per_step += seconds[name] / every if every else 0.0
-            fixed += 0.0 if every else seconds[name] * times
+        # Given intervals cost per step; open ones happen a fixed number of times; each happens once more at the end.
+        per_step, fixed = seconds["step"], 0.0
+        for name, interval in every.items():
+            per_step += seconds[name] / interval if interval else 0.0
+            fixed += seconds[name] * (1 if interval else 1 + times[name])
         steps = int((max_seconds - fixed) / per_step)
         if steps < 1:
             raise UserError(
                 f"trainer.max_time must leave room for one step ({fixed + per_step:.1f} s with its checks), got "
-                f"{max_seconds:.1f} s; allow more time, or raise trainer.val_every and trainer.decode_every"
+                f"{max_seconds:.1f} s; allow more time, or fewer eval.n and trainer.val_batches"
             )
         max_steps = steps if max_steps is None else min(steps, max_steps)
-    assert max_steps is not None
-    val_every = val_every or max(1, math.ceil(max_steps / VALIDATIONS))
+    assert max_steps is not None, "a limit of steps or of time"
+    val_every = every["val"] or math.ceil(max_steps / VALIDATIONS)
     return Plan(
         max_steps=max_steps,
         val_every=val_every,
-        checkpoint_every=checkpoint_every or val_every,
-        decode_every=decode_every or max(1, math.ceil(max_steps / DECODES)),
+        checkpoint_every=every["checkpoint"] or val_every,
+        decode_every=every["decode"] or math.ceil(max_steps / DECODES),
         seconds=dict(seconds),
     )
-
-
-def timed(action: Callable[[], object], *, warmup: int = 1, repeats: int = 3) -> float:
-    """Return the median seconds of ``repeats`` calls after ``warmup`` calls that do not count."""
-    times = []
-    for i in range(warmup + repeats):
-        start = time.perf_counter()
-        action()
-        if i >= warmup:
-            times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def parse_minutes(value: float | str | None) -> float | None:
-    """Return seconds for ``trainer.max_time``: minutes as a number, or "HH:MM:SS" / "DD:HH:MM:SS"."""
-    if value is None:
-        return None
-    text = str(value)
-    parts = text.split(":")
-    try:
-        numbers = [float(part) for part in parts]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (1, 3, 4) or min(numbers) < 0 or not math.isfinite(sum(numbers)) or not sum(numbers):
-        raise UserError(f'trainer.max_time must be minutes or "HH:MM:SS", above 0, got {value!r}')
-    if len(numbers) == 1:
-        return numbers[0] * 60
-    return sum(number * unit for number, unit in zip(reversed(numbers), (1, 60, 3600, 86400), strict=False))

@@ -13,24 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from lightning.pytorch.loggers import Logger
 
-from distill.config import opt
 from distill.errors import UserError
-from distill.export.format import write_atomic
-
-
-@dataclass(kw_only=True)
-class TrackingConfig:
-    """Where metrics, sample decodes and the export are reported."""
-
-    name: Literal["none", "csv", "wandb"] = opt("csv", "none, csv (logs/ in the run folder), or wandb (csv as well)")
-    project: str = opt("draftsmith", "wandb: project")
-    entity: str | None = opt(None, "wandb: team or user; null takes your default")
-    run_name: str | None = opt(None, "wandb: name of the run; null takes the run folder's")
-    offline: bool = opt(False, "wandb: keep everything local (also happens by itself when no API key is set)")
+from distill.export.files import write_atomic
+from distill.train.config import TrackingConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +55,9 @@ class Tracker(Logger):
 
     def log_export(self, folder: Path) -> None:
         """Record the finished checkpoint."""
+
+    def close(self) -> None:
+        """End reporting; Lightning's ``finalize`` comes too early, before the export."""
 
 
 def _forgiving(method: Callable[..., None]) -> Callable[..., None]:
@@ -114,7 +106,7 @@ class CsvTracker(Tracker):
             with self.metrics.open(newline="") as file:
                 reader = csv.DictReader(file)
                 kept = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= from_step]
-            self.rows = [{k: v for k, v in row.items() if k and v not in ("", None)} for row in kept]
+            self.rows = [{k: v for k, v in row.items() if k and v} | {"step": int(row["step"])} for row in kept]
             self.columns = list(dict.fromkeys(["step", *(key for row in self.rows for key in row)]))
             self._rewrite()
         if self.samples.is_file():
@@ -123,11 +115,12 @@ class CsvTracker(Tracker):
 
     @_forgiving
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Add a row; a figure not seen before adds a column."""
-        row = {"step": step, **metrics}
+        """Add a row, or complete the last one if it is of the same step; a new figure adds a column."""
+        same = bool(self.rows) and self.rows[-1]["step"] == step
+        row = {**(self.rows.pop() if same else {"step": step}), **metrics}
         self.rows.append(row)
         new = [key for key in row if key not in self.columns]
-        if new or not self.metrics.is_file():
+        if new or same or not self.metrics.is_file():
             self.columns += new
             self._rewrite()
         else:
@@ -220,10 +213,6 @@ class WandbTracker(Tracker):
         artifact = self.wandb.Artifact(f"drafter-{self.run.id}", type="model")
         artifact.add_dir(str(folder))
         self.run.log_artifact(artifact)
-
-    @_forgiving
-    def finalize(self, status: str) -> None:
-        """Lightning calls this when ``fit`` ends; the export still follows, so the run stays open."""
 
     @_forgiving
     def close(self) -> None:

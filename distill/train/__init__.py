@@ -1,0 +1,1 @@
+"""Training: one run, from a config to an exported drafter."""

@@ -1,0 +1,208 @@
+"""What happens between steps: logging, validation, real decoding, the progress bar.
+
+Their order in the Trainer is the order within a step: log, validate, decode, checkpoint.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import Callback
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from distill.metrics import accept_by_depth, tau
+from distill.train.config import EvalConfig
+from distill.train.evaluate import decode, validate
+from distill.train.schedule import Plan
+from distill.train.tracking import Sample, Tracker
+from distill.types import Batch
+
+console = Console(stderr=True)
+
+
+def say(text: str) -> None:
+    """Show one line, above the progress bar where there is one."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+class AfterStep(Callback):
+    """A callback with one more hook: ``after_step``, called per optimiser step instead of per micro batch."""
+
+    _seen = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Start counting where training starts, which is not 0 in a resumed run."""
+        self._seen = trainer.global_step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        """Call ``after_step`` if this micro batch completed an optimiser step."""
+        if trainer.global_step != self._seen:
+            self._seen = trainer.global_step
+            self.after_step(trainer, pl_module, trainer.global_step)
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Do what has to be done after optimiser step ``step`` (from 1)."""
+
+
+def publish(trainer: pl.Trainer, module: Any, metrics: dict[str, float], step: int) -> None:
+    """Hand metrics to every tracker, and keep the newest ones in ``module.metrics``."""
+    # NaN stands for "nothing to count", as at a depth no draft reached.
+    metrics = {name: value for name, value in metrics.items() if not math.isnan(value)}
+    module.metrics.update(metrics)
+    if trainer.is_global_zero:
+        for tracker in trainer.loggers:
+            tracker.log_metrics(metrics, step)
+
+
+class LogMetrics(AfterStep):
+    """Logs means over the steps since the last time.
+
+    Validation, decoding and checkpoints end such a window, too: the throughput leaves them out, and a resumed
+    run logs what an uninterrupted one logs.
+    """
+
+    def __init__(self, plan: Plan, *, every: int):
+        self.plan, self.every = plan, every
+        self.tokens, self.since = 0, 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Batch, batch_idx: int) -> None:
+        """Count tokens, padding left out."""
+        if self.tokens == 0:
+            self.since = time.perf_counter()
+        self.tokens += int((batch.doc_BL >= 0).sum())
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Log if it is time."""
+        plan = self.plan
+        events = (self.every, plan.val_every, plan.decode_every, plan.checkpoint_every)
+        if not any(plan.due(every, step) for every in events):
+            return
+        speed = self.tokens * trainer.world_size / max(time.perf_counter() - self.since, 1e-9)
+        metrics = module.sums.means("train") | module.step_info | {"speed/tokens_per_s": speed}
+        publish(trainer, module, metrics, step)
+        self.tokens = 0
+
+
+class Validate(AfterStep):
+    """Measures the drafter on held-out batches.
+
+    Args:
+        plan: when.
+        limit: batches at most.
+    """
+
+    def __init__(self, plan: Plan, *, limit: int):
+        self.plan, self.limit = plan, limit
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Validate if it is time."""
+        if not self.plan.due(self.plan.val_every, step):
+            return
+        with trainer.precision_plugin.val_step_context():
+            batches = islice(trainer.datamodule.val_dataloader(), self.limit)  # type: ignore[attr-defined]
+            metrics = validate(module.drafter, batches, module.loss_config, world=trainer.world_size)
+        if metrics:
+            module.validated[step] = metrics["val/tau"]
+            publish(trainer, module, metrics, step)
+
+
+class DecodeSamples(AfterStep):
+    """Decodes a few held-out prompts for real and logs their acceptance length beside the simulated one.
+
+    Args:
+        prompts: token ids.
+        plan: when.
+        config: how far and how deep.
+    """
+
+    def __init__(self, prompts: Sequence[list[int]], plan: Plan, config: EvalConfig):
+        self.prompts, self.plan, self.config = prompts, plan, config
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Decode if it is time; on one rank, the others do not wait (nothing is exchanged)."""
+        if not self.prompts or not self.plan.due(self.plan.decode_every, step) or not trainer.is_global_zero:
+            return
+        target = module.drafter.target
+        done = decode(module.drafter, self.prompts, self.config)
+        steps = [record for generation in done for record in generation.steps]
+        metrics = {"decode/tau": tau(steps)}
+        metrics |= {f"decode/accept_{d}": rate for d, rate in enumerate(accept_by_depth(steps), 1)}
+        publish(trainer, module, metrics, step)
+        if target.tokenizer is None:
+            return
+        samples = [
+            Sample(prompt=target.decode(prompt), answer=target.decode(generation.ids), tau=tau(generation.steps))
+            for prompt, generation in zip(self.prompts, done, strict=True)
+        ]
+        for tracker in trainer.loggers:
+            if isinstance(tracker, Tracker):
+                tracker.log_samples(samples, step)
+        say(f"step {step}: decoding accepts {metrics['decode/tau']:.2f} tokens per pass; {samples[0].answer[:200]!r}")
+
+
+class ProgressBar(AfterStep):
+    """A bar with time left on a terminal, one line every ``seconds`` otherwise."""
+
+    def __init__(self, plan: Plan, *, seconds: float = 15.0):
+        self.plan, self.seconds = plan, seconds
+        self.bar: Progress | None = None
+        self.begin = self.shown = 0.0
+        self.first = 0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Open the bar where the run stands."""
+        super().on_train_start(trainer, pl_module)
+        self.begin = self.shown = time.monotonic()
+        self.first = trainer.global_step
+        if not trainer.is_global_zero or not console.is_terminal:
+            return
+        columns = (
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
+        self.task = self.bar.add_task("", total=self.plan.max_steps, completed=self.first, figures="")
+        self.bar.start()
+
+    def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Show where training stands."""
+        figures = "  ".join(f"{label} {module.metrics[name]:.4g}" for name, label in SHOWN if name in module.metrics)
+        now = time.monotonic()
+        if self.bar is not None:
+            self.bar.update(self.task, completed=step, figures=figures)
+        elif trainer.is_global_zero and (now - self.shown > self.seconds or step == self.plan.max_steps):
+            self.shown = now
+            left = (now - self.begin) / (step - self.first) * (self.plan.max_steps - step)
+            say(f"step {step}/{self.plan.max_steps}  {figures}  {left / 60:.1f} min left")
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Close the bar."""
+        if self.bar is not None:
+            self.bar.stop()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: Any, exception: BaseException) -> None:
+        """Close the bar, so that the message stands alone."""
+        self.on_train_end(trainer, pl_module)
+
+
+SHOWN = (
+    ("train/loss", "loss"),
+    ("train/tau", "tau"),
+    ("val/tau", "val tau"),
+    ("decode/tau", "decoded"),
+    ("speed/tokens_per_s", "tok/s"),
+)

@@ -1,0 +1,39 @@
+"""Console script ``draftsmith``: hands the command line on to the entry that owns it."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+import distill
+from distill.errors import did_you_mean
+
+COMMANDS = {
+    "train": ("distill.train.main", "train a drafter (same as python train.py)"),
+    "eval": ("serve_eval.__main__", "measure, show and verify decoding (same as python -m serve_eval)"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Dispatch ``draftsmith COMMAND ...``; returns the exit code."""
+    command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
+    if command in ("--help", "-h"):
+        lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+        print(
+            "usage: draftsmith COMMAND [ARGUMENTS]\n\ncommands:",
+            *lines,
+            "\ndraftsmith COMMAND --help explains one",
+            sep="\n",
+        )
+        return 0
+    if command == "--version":
+        print(distill.__version__)
+        return 0
+    if command not in COMMANDS:
+        names = ", ".join(COMMANDS)
+        print(
+            f"error: command must be one of {names}, got {command!r}.{did_you_mean(command, COMMANDS)}",
+            file=sys.stderr,
+        )
+        return 2
+    entry = importlib.import_module(COMMANDS[command][0])
+    return entry.main(rest, program=f"draftsmith {command}")

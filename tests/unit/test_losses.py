@@ -1,0 +1,619 @@
+"""Losses, gradients and counts against full-logit references written from their definitions.
+
+The references loop over positions, hold every logit and leave gradients to autograd.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from oracles import pack, random_documents
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distill.alignment import recurrent_mask
+from distill.losses import LossConfig, pointwise, total
+from distill.types import Batch, StepPrediction, TargetOutput
+from distill.vocab import choose_vocab
+
+NAMES = ("ce", "kl", "reverse_kl", "tv", "lk")
+B, L, D, V, W, K = 2, 18, 8, 30, 17, 3
+
+
+class Head:
+    """A stand-in for the target: its logits, soft-capped as Gemma's are."""
+
+    def __init__(self, vocab=V, size=D, dtype=torch.float64):
+        self.weight = torch.randn(vocab, size, dtype=dtype)
+
+    def logits(self, hidden):
+        return 10 * torch.tanh(hidden.to(self.weight.dtype) @ self.weight.T / 10)
+
+
+def setting(*, pruned=True, steps=K, dtype=torch.float64, seed=0, length=L, head=None):
+    """A packed batch, the target's features, and predictions of K steps through one shared head."""
+    torch.manual_seed(seed)
+    rows = random_documents(B, length, V, seed=seed, share=0.8)
+    rows[0] = [([3, 1, 4, 1, 5, 9, 2, 6], [0, 0, 1, 1, 1, 1, 1, 1]), ([5, 3, 5, 8, 9], [0, 1, 1, 0, 1])]
+    batch = pack(rows, length)
+    target = Head()
+    output = TargetOutput(last_BLD=torch.randn(B, length, D, dtype=torch.float64), taps={})
+    vocab = choose_vocab(torch.rand(V), W)[0] if pruned else None
+    head = head or nn.Linear(D, W if pruned else V, bias=False).to(dtype)
+    hiddens = [torch.randn(B, length, D, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(steps)]
+    predictions = [
+        StepPrediction(
+            hidden_BLD=hidden, head=head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=0.7**k
+        )
+        for k, hidden in enumerate(hiddens)
+    ]
+    return SimpleNamespace(
+        batch=batch, target=target, output=output, vocab=vocab, head=head, hiddens=hiddens, predictions=predictions
+    )
+
+
+def run(s, name="ce", chunk=7):
+    config = LossConfig(name=name, chunk=chunk)
+    return total(s.predictions, s.batch, s.output, target=s.target, vocab=s.vocab, config=config)
+
+
+def one_position(name, teacher, student, ids):
+    """Loss and acceptance at one position, from full distributions over the target's vocabulary."""
+    p = teacher.softmax(-1)  # over everything
+    kept = p[ids] / p[ids].sum()
+    q = student.softmax(-1)
+    alpha = sum(min_(p[t], q[d]) for d, t in enumerate(ids.tolist()))
+    if name == "ce":
+        loss = -(kept * q.log()).sum()
+    elif name == "kl":
+        loss = (kept * (kept.log() - q.log())).sum()
+    elif name == "reverse_kl":
+        loss = (q * (q.log() - kept.log())).sum()
+    elif name == "tv":
+        loss = 1 - alpha
+    else:
+        loss = -torch.log(alpha)
+    return loss, alpha
+
+
+def min_(a, b):
+    return a if float(a.detach()) < float(b.detach()) else b
+
+
+def reference(s, name):
+    """Everything ``LossResult`` holds, position by position."""
+    n = len(s.predictions)
+    ids = torch.arange(V) if s.vocab is None else s.vocab.target_ids
+    teacher = s.target.logits(s.output.last_BLD)
+    loss, loss_K, alpha_K, hits, count = 0, [0.0] * n, [0.0] * n, torch.zeros(n, *s.batch.ids_BL.shape), [0] * n
+    for k, prediction in enumerate(s.predictions):
+        logits = prediction.head(prediction.hidden_BLD)
+        for b in range(len(logits)):
+            for i in range(logits.shape[1]):
+                if not prediction.mask_BL[b, i]:
+                    continue
+                count[k] += 1
+                row = teacher[b, i + prediction.shift - 1]
+                one, alpha = one_position(name, row, logits[b, i], ids)
+                alpha_K[k] += float(alpha.detach())
+                best = int(row.argmax())
+                hits[k, b, i] = int(ids[logits[b, i].argmax()]) == best
+                if best in ids.tolist():
+                    loss = loss + prediction.weight * one
+                    loss_K[k] += float(one.detach())
+    weights = sum(p.weight for p in s.predictions)
+    return loss / (weights * s.batch.denominator), loss_K, alpha_K, hits.bool(), count
+
+
+def gradients(s, loss):
+    leaves = [*s.hiddens, *s.head.parameters()]
+    return torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+
+
+@pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "full"])
+@pytest.mark.parametrize("name", NAMES)
+def test_values_gradients_and_counts(name, pruned):
+    s = setting(pruned=pruned)
+    want, loss_K, alpha_K, hits, count = reference(s, name)
+    got = run(s, name)
+    assert min(count) >= 3
+    torch.testing.assert_close(got.loss, want.detach(), rtol=1e-12, atol=0)
+    assert got.loss_K.tolist() == pytest.approx(loss_K, rel=1e-12)
+    assert got.alpha_K.tolist() == pytest.approx(alpha_K, rel=1e-12)
+    assert got.count_K.tolist() == count
+    assert torch.equal(got.hits_KBL, hits)
+    assert torch.equal(got.valid_KBL, torch.stack([p.mask_BL for p in s.predictions]))
+    assert got.hits_K.tolist() == [int(h.sum()) for h in hits]
+    if pruned:
+        ids = s.vocab.target_ids.tolist()
+        best = s.target.logits(s.output.last_BLD).argmax(-1)
+        assert any(int(best[b, i]) not in ids for b in range(B) for i in range(L)), "no target choice outside"
+    for ours, theirs in zip(gradients(s, got.loss), gradients(s, want), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_by_finite_differences(name):
+    """Independent of autograd: nudge a few weights of the head and of a hidden state."""
+    s = setting()
+    grads = gradients(s, run(s, name).loss)
+    i = int(s.predictions[0].mask_BL[0].nonzero()[0])
+    for tensor, grad, at in ((s.head.weight, grads[-1], (3, 2)), (s.hiddens[0], grads[0], (0, i, 4))):
+        values = []
+        for sign in (1, -1):
+            with torch.no_grad():
+                tensor[at] += sign * 1e-6
+                values.append(float(run(s, name).loss.detach()))
+                tensor[at] -= sign * 1e-6
+        assert (values[0] - values[1]) / 2e-6 == pytest.approx(float(grad[at]), rel=1e-4, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chunk_size_changes_nothing(name):
+    s = setting()
+    first = run(s, name, chunk=1)
+    first_grads = gradients(s, first.loss)
+    for chunk in (2, 3, 5, 11, B * L - 1, B * L, 1000):
+        other = run(s, name, chunk=chunk)
+        torch.testing.assert_close(other.loss, first.loss, rtol=1e-12, atol=0)
+        assert torch.equal(other.hits_KBL, first.hits_KBL)
+        for one, two in zip(first_grads, gradients(s, other.loss), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-15)
+
+
+def test_chunk_size_changes_nothing_in_half_precision():
+    """Many small additions to a bf16 sum lose what is below 1/256 of it; gradients must be summed wider.
+
+    Against fp64 on the same rounded inputs. One rounding of a bf16 gradient costs at most 2**-9 of it, the logits'
+    and the softmax's a little more: 2 per cent of the norm is generous.
+    """
+    torch.manual_seed(0)
+    length = 1024
+    batch = pack([[(torch.randint(0, V, (length,)).tolist(), [1] * length)]], length)
+    target, output = Head(), TargetOutput(last_BLD=torch.randn(1, length, D, dtype=torch.float64), taps={})
+    weight = torch.randn(V, D).bfloat16()
+    hidden = torch.randn(1, length, D).bfloat16()
+    found = {}
+    for dtype, chunk in ((torch.float64, length), (torch.bfloat16, length), (torch.bfloat16, 1)):
+        head = nn.Linear(D, V, bias=False).to(dtype)
+        head.weight.data.copy_(weight)
+        prediction = StepPrediction(
+            hidden_BLD=hidden.to(dtype), head=head, shift=2, mask_BL=recurrent_mask(batch, 0), weight=1.0
+        )
+        prediction.hidden_BLD.requires_grad_()
+        config = LossConfig(chunk=chunk)
+        total([prediction], batch, output, target=target, vocab=None, config=config).loss.backward()
+        found[dtype, chunk] = head.weight.grad.double()
+    exact = found[torch.float64, length]
+    for (dtype, chunk), grad in found.items():
+        assert float((grad - exact).norm() / exact.norm()) < 0.02, (dtype, chunk)
+
+
+def test_half_precision_hidden_states():
+    """bf16 features and head, losses in fp32: within the rounding of bf16 logits of the exact value.
+
+    Logits up to about 5 carry an error of up to 5 * 2**-9 = 0.01; a log-probability twice that.
+    """
+    for name in NAMES:
+        s = setting(dtype=torch.bfloat16, seed=3)
+        got = run(s, name)
+        assert got.loss.dtype == torch.float32
+        grads = gradients(s, got.loss)
+        wide = setting(dtype=torch.float64, seed=3)
+        wide.head.weight.data.copy_(s.head.weight.data)
+        for exact, rounded in zip(wide.hiddens, s.hiddens, strict=True):
+            exact.data.copy_(rounded.data)
+        want = reference(wide, name)[0]
+        assert float(got.loss.detach()) == pytest.approx(float(want.detach()), abs=0.02)
+        for ours, theirs in zip(grads, gradients(wide, want), strict=True):
+            assert ours.dtype == torch.bfloat16
+            assert float((ours.double() - theirs).norm()) < 0.05 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_single_precision(name):
+    s = setting(dtype=torch.float32, seed=2)
+    want = reference(s, name)[0]
+    got = run(s, name)
+    torch.testing.assert_close(got.loss.double(), want.detach().double(), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(gradients(s, got.loss), gradients(s, want), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_extreme_logits_stay_finite(name):
+    """A certain target and a certain draft that disagree: large losses, never NaN."""
+    s = setting()
+    s.target.logits = lambda hidden: 1000 * hidden @ s.target.weight.T
+    s.head.weight.data.mul_(1000)
+    got = run(s, name)
+    assert math.isfinite(float(got.loss.detach()))
+    assert all(bool(g.isfinite().all()) for g in gradients(s, got.loss))
+
+
+# -- what counts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_one_supervised_token(name):
+    s = setting(steps=1)
+    only = torch.zeros(B, L, dtype=torch.bool)
+    only[1, 0] = True
+    s.predictions = [StepPrediction(hidden_BLD=s.hiddens[0], head=s.head, shift=2, mask_BL=only, weight=1.0)]
+    # The teacher's row 1 must have its choice inside, or nothing is learnt there.
+    s.output.last_BLD[1, 1] = 0.5 * s.target.weight[s.vocab.target_ids[4]]
+    assert int(s.target.logits(s.output.last_BLD[1, 1]).argmax()) in s.vocab.target_ids.tolist()
+    want = reference(s, name)[0]
+    got = run(s, name)
+    assert float(got.loss.detach()) > 0
+    torch.testing.assert_close(got.loss, want.detach(), rtol=1e-12, atol=0)
+    grad = gradients(s, got.loss)[0].abs().sum(-1) > 0
+    assert grad.nonzero().tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_no_supervised_token_in_a_micro_batch(name):
+    """Another micro batch of the step has some: this one adds exactly nothing."""
+    s = setting()
+    nothing = torch.zeros(B, L, dtype=torch.bool)
+    s.predictions = [
+        StepPrediction(hidden_BLD=h, head=s.head, shift=2 + k, mask_BL=nothing, weight=1.0)
+        for k, h in enumerate(s.hiddens)
+    ]
+    got = run(s, name)
+    assert float(got.loss.detach()) == 0
+    assert got.loss.requires_grad, "backward must be possible"
+    assert all(bool((g == 0).all()) for g in gradients(s, got.loss))
+    assert got.count_K.tolist() == got.hits_K.tolist() == [0] * K
+
+
+def test_no_supervised_token_in_the_whole_step():
+    """The denominator is 0 then: the loss is 0 and teaches nothing, rather than NaN everywhere."""
+    s = setting()
+    batch = Batch(
+        ids_BL=s.batch.ids_BL,
+        loss_mask_BL=torch.zeros_like(s.batch.loss_mask_BL),
+        positions_BL=s.batch.positions_BL,
+        doc_BL=s.batch.doc_BL,
+        denominator=0.0,
+    )
+    s.batch = batch
+    s.predictions = [
+        StepPrediction(hidden_BLD=h, head=s.head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=1.0)
+        for k, h in enumerate(s.hiddens)
+    ]
+    got = run(s)
+    assert float(got.loss.detach()) == 0
+    assert all(bool((g == 0).all()) for g in gradients(s, got.loss))
+
+
+def test_choices_outside_the_vocabulary_are_misses_without_loss():
+    s = setting(steps=1, seed=5)
+    inside = s.vocab.target_ids.tolist()
+    got = run(s)
+    best = s.target.logits(s.output.last_BLD).argmax(-1)
+    mask = s.predictions[0].mask_BL
+    outside = [(b, i) for b, i in mask.nonzero().tolist() if int(best[b, i + 1]) not in inside]
+    assert 0 < len(outside) < int(mask.sum())
+    grad = gradients(s, got.loss)[0].abs().sum(-1)
+    for b, i in mask.nonzero().tolist():
+        assert (float(grad[b, i]) == 0) == ((b, i) in outside)
+        if (b, i) in outside:
+            assert not got.hits_KBL[0, b, i]
+            assert got.valid_KBL[0, b, i]
+    assert int(got.count_K[0]) == int(mask.sum())
+
+
+def test_prediction_at_the_very_end_of_the_last_row():
+    """The highest teacher row that exists; nothing may wrap round to the first row."""
+    s = setting(steps=1)
+    mask = torch.zeros(B, L, dtype=torch.bool)
+    mask[1, L - 2] = mask[0, L - 2] = True
+    s.predictions = [StepPrediction(hidden_BLD=s.hiddens[0], head=s.head, shift=2, mask_BL=mask, weight=1.0)]
+    want = reference(s, "kl")
+    got = run(s, "kl")
+    torch.testing.assert_close(got.loss, want[0].detach(), rtol=1e-12, atol=0)
+    assert got.alpha_K.tolist() == pytest.approx(want[2])
+
+
+@pytest.mark.parametrize("shift", [1, 2, 5])
+def test_any_shift(shift):
+    """Shift 1: the draft model, whose teacher row is its own position."""
+    s = setting(steps=1)
+    mask = torch.zeros(B, L, dtype=torch.bool)
+    mask[:, : L - shift + 1] = torch.rand(B, L - shift + 1) < 0.7
+    s.predictions = [StepPrediction(hidden_BLD=s.hiddens[0], head=s.head, shift=shift, mask_BL=mask, weight=1.0)]
+    want = reference(s, "ce")
+    got = run(s, "ce", chunk=4)
+    torch.testing.assert_close(got.loss, want[0].detach(), rtol=1e-12, atol=0)
+    for ours, theirs in zip(gradients(s, got.loss), gradients(s, want[0]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+# -- normalisation
+
+
+def test_accumulation_leaves_the_gradient_the_same():
+    """Two micro batches with the step's denominator add up to the one big batch."""
+    s = setting()
+    whole = gradients(s, run(s).loss)
+    parts = [torch.zeros_like(g) for g in whole]
+    for b in range(B):
+        rows = slice(b, b + 1)
+        batch = Batch(
+            ids_BL=s.batch.ids_BL[rows],
+            loss_mask_BL=s.batch.loss_mask_BL[rows],
+            positions_BL=s.batch.positions_BL[rows],
+            doc_BL=s.batch.doc_BL[rows],
+            denominator=s.batch.denominator,
+        )
+        predictions = [
+            StepPrediction(
+                hidden_BLD=p.hidden_BLD[rows], head=p.head, shift=p.shift, mask_BL=p.mask_BL[rows], weight=p.weight
+            )
+            for p in s.predictions
+        ]
+        output = TargetOutput(last_BLD=s.output.last_BLD[rows], taps={})
+        loss = total(predictions, batch, output, target=s.target, vocab=s.vocab, config=LossConfig()).loss
+        for part, grad in zip(parts, gradients(s, loss), strict=True):
+            part += grad
+    for part, grad in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part, grad, rtol=1e-11, atol=1e-15)
+
+
+def test_twice_the_data_gives_the_same_gradient():
+    """The same rows twice, twice the denominator: mask density and batch size do not change the step size."""
+    s = setting()
+    once = gradients(s, run(s).loss)[-1]
+    batch = Batch(
+        ids_BL=s.batch.ids_BL.repeat(2, 1),
+        loss_mask_BL=s.batch.loss_mask_BL.repeat(2, 1),
+        positions_BL=s.batch.positions_BL.repeat(2, 1),
+        doc_BL=s.batch.doc_BL.repeat(2, 1),
+        denominator=2 * s.batch.denominator,
+    )
+    predictions = [
+        StepPrediction(
+            hidden_BLD=p.hidden_BLD.repeat(2, 1, 1),
+            head=p.head,
+            shift=p.shift,
+            mask_BL=p.mask_BL.repeat(2, 1),
+            weight=p.weight,
+        )
+        for p in s.predictions
+    ]
+    output = TargetOutput(last_BLD=s.output.last_BLD.repeat(2, 1, 1), taps={})
+    loss = total(predictions, batch, output, target=s.target, vocab=s.vocab, config=LossConfig()).loss
+    torch.testing.assert_close(gradients(s, loss)[-1], once, rtol=1e-11, atol=1e-15)
+
+
+def test_weights_are_normalised_over_steps():
+    """The same prediction five times, or with ten times the weight, is the same loss."""
+    s = setting(steps=1)
+    one = s.predictions[0]
+    base = run(s).loss
+    s.predictions = [one] * 5
+    torch.testing.assert_close(run(s).loss, base, rtol=1e-12, atol=0)
+    s.predictions = [
+        StepPrediction(hidden_BLD=one.hidden_BLD, head=one.head, shift=2, mask_BL=one.mask_BL, weight=10.0)
+    ]
+    torch.testing.assert_close(run(s).loss, base, rtol=1e-12, atol=0)
+
+
+def test_incoming_gradient_scales():
+    s = setting()
+    once = gradients(s, run(s).loss)
+    thrice = gradients(s, 3 * run(s).loss + 5)
+    for a, b in zip(once, thrice, strict=True):
+        torch.testing.assert_close(3 * a, b, rtol=1e-12, atol=0)
+
+
+# -- heads
+
+
+class TwoLayers(nn.Module):
+    """A head with a bias, a hidden layer and a frozen weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(D, 6).double()
+        self.second = nn.Linear(6, width).double()
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_head_of_several_parameters():
+    s = setting(head=TwoLayers(W))
+    learned = [p for p in s.head.parameters() if p.requires_grad]
+    want, got = reference(s, "ce")[0], run(s).loss
+    for ours, theirs in zip(
+        torch.autograd.grad(got, learned), torch.autograd.grad(want, learned), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    run(s).loss.backward()
+    assert s.head.second.weight.grad is None
+
+
+def test_one_head_per_step():
+    """Medusa: each head learns from its own step alone."""
+    s = setting()
+    heads = [nn.Linear(D, W, bias=False).double() for _ in range(K)]
+    s.predictions = [
+        StepPrediction(hidden_BLD=p.hidden_BLD, head=h, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
+        for p, h in zip(s.predictions, heads, strict=True)
+    ]
+    weights = [h.weight for h in heads]
+    want, got = reference(s, "ce")[0], run(s).loss
+    for ours, theirs in zip(torch.autograd.grad(got, weights), torch.autograd.grad(want, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_frozen_head():
+    """A plain function (the target's own head) has no weights to train; the hidden states still learn."""
+    s = setting(pruned=False)
+    s.head = nn.Linear(D, V)  # nothing uses it
+    s.predictions = [
+        StepPrediction(hidden_BLD=p.hidden_BLD, head=s.target.logits, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
+        for p in s.predictions
+    ]
+    want, got = reference(s, "kl")[0], run(s, "kl").loss
+    for ours, theirs in zip(torch.autograd.grad(got, s.hiddens), torch.autograd.grad(want, s.hiddens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_head_over_frozen_features():
+    """Hidden states that need no gradient (a bare head on the target's features): the head must still learn."""
+    s = setting()
+    for hidden in s.hiddens:
+        hidden.requires_grad_(False)
+    want, got = reference(s, "ce")[0], run(s).loss
+    ours, theirs = torch.autograd.grad(got, s.head.weight)[0], torch.autograd.grad(want, s.head.weight)[0]
+    assert float(theirs.norm()) > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_under_autocast():
+    """fp32 weights, bf16 matrix products: gradients come out in fp32, near the exact ones."""
+    s = setting(dtype=torch.float32, seed=2)
+    exact = gradients(s, run(s).loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = run(s).loss
+    for ours, theirs in zip(gradients(s, loss), exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm())
+
+
+# -- feature regression
+
+
+def test_feature_regression():
+    """Smooth L1 with beta 1, mean over D, sum over counting positions, weighted and normalised like the rest."""
+    s = setting()
+    wanted = torch.randn(B, L, D, dtype=torch.float64)
+    mask = recurrent_mask(s.batch, 0)
+    feature = StepPrediction(
+        hidden_BLD=s.hiddens[0],
+        head=s.head,
+        shift=2,
+        mask_BL=mask,
+        weight=2.0,
+        kind="feature",
+        feature_target_BLD=wanted,
+    )
+    logits = StepPrediction(hidden_BLD=s.hiddens[0], head=s.head, shift=2, mask_BL=mask, weight=0.5)
+
+    def smooth(error):
+        a = error.abs()
+        return torch.where(a < 1, 0.5 * a * a, a - 0.5)
+
+    rows = mask.nonzero().tolist()
+    regression = sum(smooth(s.hiddens[0][b, i] - wanted[b, i]).mean() for b, i in rows)
+    s.predictions = [feature]
+    got = run(s).loss
+    want = 2.0 * regression / (2.0 * s.batch.denominator)
+    torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(s, got)[0], gradients(s, want)[0], rtol=1e-5, atol=1e-9)
+    s.predictions = [logits]
+    ce = reference(s, "ce")[0] * 0.5 * s.batch.denominator
+    s.predictions = [feature, logits]
+    both = run(s).loss
+    regression = sum(smooth(s.hiddens[0][b, i] - wanted[b, i]).mean() for b, i in rows)
+    want = (2.0 * regression + ce) / (2.5 * s.batch.denominator)
+    torch.testing.assert_close(both, want.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(s, both)[0], gradients(s, want)[0], rtol=1e-5, atol=1e-9)
+
+
+def test_feature_regression_keeps_double_precision():
+    s = setting()
+    wanted = s.hiddens[0].detach() + 1e-9
+    s.predictions = [
+        StepPrediction(
+            hidden_BLD=s.hiddens[0],
+            head=s.head,
+            shift=2,
+            mask_BL=recurrent_mask(s.batch, 0),
+            weight=1.0,
+            kind="feature",
+            feature_target_BLD=wanted,
+        )
+    ]
+    share = float(s.predictions[0].mask_BL.sum()) / s.batch.denominator
+    assert float(run(s).loss.detach()) == pytest.approx(0.5e-18 * share, rel=1e-4, abs=0)
+
+
+# -- memory
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned, forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_never_held_whole(name):
+    length, vocab, chunk = 300, 2000, 4
+    batch = pack([[(torch.randint(0, 9, (length,)).tolist(), [1] * length)]], length)
+    head, target = nn.Linear(D, vocab, bias=False), Head(vocab, dtype=torch.float32)
+    hidden = torch.randn(1, length, D, requires_grad=True)
+    predictions = [
+        StepPrediction(hidden_BLD=hidden, head=head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=1.0)
+        for k in range(K)
+    ]
+    output = TargetOutput(last_BLD=torch.randn(1, length, D), taps={})
+    with Largest() as largest:
+        total(
+            predictions, batch, output, target=target, vocab=None, config=LossConfig(name=name, chunk=chunk)
+        ).loss.backward()
+    assert largest.numel == max(vocab * D, chunk * vocab), "the head's gradient is the largest thing there is"
+    assert largest.numel * 30 < length * vocab
+    with Largest() as control:
+        head(hidden)
+    assert control.numel == length * vocab
+
+
+# -- one position by hand
+
+
+def test_pointwise_by_hand():
+    """Three tokens, of which the draft knows the first two: p = (1/2, 1/4, 1/4), q = (1/4, 3/4)."""
+    p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    logits_p, logits_q = p.log()[None], torch.tensor([[0.25, 0.75]], dtype=torch.float64).log()
+    kept = (2 / 3, 1 / 3)
+    want = {
+        "ce": -(kept[0] * math.log(0.25) + kept[1] * math.log(0.75)),
+        "kl": kept[0] * math.log(kept[0] / 0.25) + kept[1] * math.log(kept[1] / 0.75),
+        "reverse_kl": 0.25 * math.log(0.25 / kept[0]) + 0.75 * math.log(0.75 / kept[1]),
+        "tv": 1 - (0.25 + 0.25),  # the target's mass outside the draft's vocabulary can never be accepted
+        "lk": -math.log(0.5),
+    }
+    for name, value in want.items():
+        loss, alpha = pointwise(name, logits_p[:, :2], logits_p.logsumexp(-1), logits_q)
+        assert float(loss) == pytest.approx(value, rel=1e-12)
+        assert float(alpha) == pytest.approx(0.5, rel=1e-12)
+
+
+def test_a_draft_equal_to_the_target():
+    """KL and TV are 0, alpha is 1, and there is no gradient."""
+    s = setting(pruned=False, steps=1)
+    s.output.last_BLD.copy_(s.hiddens[0].detach().roll(1, 1))
+    s.target.logits = lambda hidden: hidden @ s.head.weight.detach().T
+    for name in ("kl", "reverse_kl", "tv", "lk"):
+        got = run(s, name)
+        assert float(got.loss.detach()) == pytest.approx(0, abs=1e-12)
+        assert got.alpha_K.tolist() == pytest.approx(got.count_K.tolist())
+        assert torch.equal(got.hits_KBL, got.valid_KBL)
+        if name in ("kl", "reverse_kl"):
+            assert all(float(g.abs().max()) < 1e-12 for g in gradients(s, got.loss))
