@@ -103,40 +103,6 @@ def attend(q_BHNK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask_B1NT: Tensor) ->
     return out.reshape(batch, heads, n, dim)
 
 
-def attend_with_diagonals(
-    q_BHLK: Tensor, k_BHLK: Tensor, v_BHLK: Tensor, diagonals: list[tuple[Tensor, Tensor]], mask_B1LL: Tensor
-) -> Tensor:
-    """Training-time-test attention (EAGLE-3, arXiv:2503.01840, section 3.2).
-
-    Query i attends to the step-0 keys the mask allows and to one key per later step, the one at its own index::
-
-        step 2:   [ causal L x L | diag 1 | diag 2 ]   one softmax over all of it
-
-    Args:
-        q_BHLK: queries of the current step.
-        k_BHLK: step-0 keys.
-        v_BHLK: step-0 values.
-        diagonals: keys and values of steps 1..k, each [B, H, L, K].
-        mask_B1LL: which step-0 keys a query may see.
-
-    Returns:
-        out_BHLK.
-    """
-    if not diagonals:
-        return F.scaled_dot_product_attention(q_BHLK, k_BHLK, v_BHLK, attn_mask=mask_B1LL)
-    scale = q_BHLK.shape[-1] ** -0.5
-    length = k_BHLK.shape[2]
-    wide = torch.float64 if q_BHLK.dtype == torch.float64 else torch.float32
-    scores = (q_BHLK @ k_BHLK.transpose(-1, -2)).to(wide) * scale
-    scores = scores.masked_fill(~mask_B1LL, float("-inf"))
-    own = [(q_BHLK * k).sum(-1, keepdim=True, dtype=wide) * scale for k, _ in diagonals]
-    weights = torch.cat([scores, *own], dim=-1).softmax(-1).to(v_BHLK.dtype)
-    out = weights[..., :length] @ v_BHLK
-    for step, (_, v) in enumerate(diagonals):
-        out = out + weights[..., length + step : length + step + 1] * v
-    return out
-
-
 # -- training-time test: step-0 keys by flash attention, later steps' own keys merged by log-sum-exp
 
 
@@ -214,9 +180,7 @@ class _OwnKeys(torch.autograd.Function):
             part = slice(row, row + 1), slice(None), slice(start, end)
             # exp(score - global lse) are this part's share of the one softmax, and out is the merged output,
             # so the ordinary flash backward gives this part's gradients exactly.
-            dq[part], dk[part], dv[part] = _causal_backward(
-                grad[part], q[part], k[part], v[part], out[part], lse[part]
-            )
+            dq[part], dk[part], dv[part] = _causal_backward(grad[part], q[part], k[part], v[part], out[part], lse[part])
         d_own = []
         delta = (grad * out).sum(-1, dtype=lse.dtype)
         for key, value in zip(own[0::2], own[1::2], strict=True):
@@ -247,9 +211,7 @@ def _causal_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of one document's causal part, given the output and log-sum-exp of the whole softmax."""
     if q.device.type == "cpu":
-        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, True
-        )
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, True)
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     delta = (grad * out).sum(-1, keepdim=True, dtype=lse.dtype)
     for start in range(0, q.shape[2], _BLOCK):

@@ -37,9 +37,7 @@ class KVCache(Cache):
     ):
         super().__init__(layers=[])
         # Zeros, not empty: a masked slot still enters 0 * value, and NaN there would spread.
-        self.kv = torch.zeros(
-            n_layers, 2, batch_size, n_kv_heads, capacity, head_dim, dtype=dtype, device=device
-        )
+        self.kv = torch.zeros(n_layers, 2, batch_size, n_kv_heads, capacity, head_dim, dtype=dtype, device=device)
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.longest = 0  # host copy of max(lengths_B): attention reads only that many slots
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]

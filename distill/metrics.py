@@ -16,11 +16,16 @@ class Step(Protocol):
     """One target pass (``decode.StepRecord``)."""
 
     @property
-    def tokens(self) -> tuple[int, ...]: ...
+    def tokens(self) -> tuple[int, ...]:
+        """Ids emitted."""
+
     @property
-    def accepted(self) -> int: ...
+    def accepted(self) -> int:
+        """Drafted ones among them."""
+
     @property
-    def offered(self) -> int: ...
+    def offered(self) -> int:
+        """How deep the proposal could have reached."""
 
 
 def tau(steps: Sequence[Step]) -> float:

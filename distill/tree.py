@@ -55,7 +55,9 @@ class Static:
         if not nodes or len(known) != len(nodes) + 1 or () in nodes:
             raise UserError(f"tree.paths must be distinct non-empty paths of child ranks, got {list(self.paths)}")
         for path in nodes:
-            if path[:-1] not in known or min(path) < 0:
+            if min(path) < 0:
+                raise UserError(f"tree.paths must hold ranks >= 0 (0 is the best child), got {list(path)}")
+            if path[:-1] not in known:
                 raise UserError(f"tree.paths must hold every node's parent, got {list(path)} without {list(path[:-1])}")
         object.__setattr__(self, "levels", tuple(_levels(nodes, known)))
 
@@ -177,7 +179,8 @@ class Ranker(Protocol):
 
     candidates: Literal["topk", "coupled", "sampled"]
 
-    def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor: ...
+    def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
+        """Return scores_BFW for the children of nodes at ``depth``."""
 
 
 def grow(drafter: _Steps, state: Any, plan: Plan, root_B: Tensor, ranker: Ranker) -> DraftTree:
@@ -190,8 +193,10 @@ def grow(drafter: _Steps, state: Any, plan: Plan, root_B: Tensor, ranker: Ranker
         root_B: last committed token of each row.
         ranker: maps logits at a depth to scores; its ``candidates`` labels the tree.
     """
-    build = _grow_dynamic if isinstance(plan, Dynamic) else _grow_static
-    tokens, parents = build(drafter, state, plan, root_B, ranker)
+    if isinstance(plan, Dynamic):
+        tokens, parents = _grow_dynamic(drafter, state, plan, root_B, ranker)
+    else:
+        tokens, parents = _grow_static(drafter, state, plan, root_B, ranker)
     return DraftTree(tokens_BN=tokens, parents_BN=parents, max_depth=plan.depth, candidates=ranker.candidates)
 
 

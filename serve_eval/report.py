@@ -70,7 +70,7 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters |= {"x": _times, "f2": lambda v: _plain(v, ".2f"), "f1": lambda v: _plain(v, ".1f")}
-    environment.filters |= {"pct": lambda v: _plain(v, ".1%"), "ms": _ms, "mb": _mb}
+    environment.filters |= {"pct": _percent, "ms": _ms, "mb": _mb}
     whole = [row for row in rows if row.category == "all"]
     arms = list(dict.fromkeys(row.arm for row in rows))
     colours = {arm: i % plots.N_COLOURS for i, arm in enumerate(a for a in arms if a not in ("ar", "hf"))}
@@ -131,7 +131,6 @@ def _figures(
         drawn["depth"] = plots.bars(
             depths,
             x_label="depth of the drafted token",
-            y_label="accepted, given its parent was",
             description="Conditional acceptance by depth",
         )
     lengths = _lengths(records, colours)
@@ -139,7 +138,6 @@ def _figures(
         drawn["lengths"] = plots.bars(
             lengths,
             x_label="tokens emitted by one pass of the target",
-            y_label="share of passes",
             description="Distribution of accepted lengths",
         )
     if costs is not None:
@@ -218,9 +216,9 @@ def _number(text: str | None) -> float | None:
 def _training_figures(rows: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
     """Loss and acceptance length against the step, training and held-out together."""
     found = []
-    for title, names in (
-        ("Training loss", ("train/loss", "val/loss")),
-        ("Acceptance length while training", ("train/tau", "val/tau", "decode/tau")),
+    for title, y_label, names in (
+        ("Loss while training", "loss", ("train/loss", "val/loss")),
+        ("Acceptance length while training", "tokens per pass", ("train/tau", "val/tau", "decode/tau")),
     ):
         series = [
             Series(
@@ -233,7 +231,7 @@ def _training_figures(rows: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
         ]
         series = [s for s in series if len(s.x) > 1]
         if series:
-            svg = plots.lines(series, x_label="optimiser step", y_label=title.split()[-1], description=title)
+            svg = plots.lines(series, x_label="optimiser step", y_label=y_label, description=title)
             found.append({"title": title, "svg": Markup(svg), "legend": [(s.name, s.colour) for s in series]})  # noqa: S704
     return found
 
@@ -265,6 +263,13 @@ def _decodes(records: Sequence[Record]) -> list[dict[str, Any]]:
 
 def _plain(value: float | None, spec: str) -> str:
     return "–" if value is None else format(value, spec)
+
+
+def _percent(value: float | None) -> str:
+    """Whole numbers where nothing is lost: 100 %, but 97.9 %."""
+    if value is None:
+        return "–"
+    return f"{100 * value:.0f} %" if value in (0, 1) else f"{100 * value:.1f} %"
 
 
 def _times(value: float | None) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 480
-LEFT, RIGHT, TOP, BOTTOM = 46, 12, 12, 44
+LEFT, RIGHT, TOP, BOTTOM = 54, 20, 14, 46
 N_COLOURS = 6
 
 
@@ -52,6 +52,11 @@ def number(value: float) -> str:
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
 
 
+def _label_width(labels: Sequence[str]) -> int:
+    """Room for row labels, at the larger letters of narrow screens."""
+    return min(max(round(8.8 * max(map(len, labels))) + 12, 60), 200)
+
+
 class _Canvas:
     """Collects markup in a plot area with linear axes."""
 
@@ -91,8 +96,10 @@ class _Canvas:
             at = self.y(tick)
             self.line(self.left, at, WIDTH - RIGHT, at, "grid")
             self.text(self.left - 6, at + 4.5, f"{tick:.0%}" if percent else number(tick), anchor="end")
+        if not label:
+            return
         self.parts.append(
-            f'<text transform="translate(12 {(self.height - BOTTOM + TOP) / 2:.0f}) rotate(-90)" '
+            f'<text transform="translate(11 {(self.height - BOTTOM + TOP) / 2:.0f}) rotate(-90)" '
             f'text-anchor="middle" class="label">{escape(label)}</text>'
         )
 
@@ -112,19 +119,19 @@ class _Canvas:
 
 
 def bars(
-    series: Sequence[Series], *, x_label: str, y_label: str, description: str, percent: bool = True, height: int = 250
+    series: Sequence[Series], *, x_label: str, y_label: str = "", description: str, height: int = 230
 ) -> str:
-    """Draw grouped vertical bars at whole-number x, with the value over each bar where there is room."""
+    """Draw grouped vertical bars of shares at whole-number x, with the value over each bar where there is room."""
     groups = sorted({x for s in series for x in s.x})
     top = max((y for s in series for y in s.y), default=1.0)
-    ticks = [0, 0.25, 0.5, 0.75, 1.0] if percent and top > 0.6 else nice_ticks(0, top * 1.08)
+    ticks = [0, 0.25, 0.5, 0.75, 1.0] if top > 0.6 else nice_ticks(0, top * 1.08)
     canvas = _Canvas(height=height, x=(min(groups, default=1) - 0.5, max(groups, default=1) + 0.5), y=(0, ticks[-1]))
-    canvas.y_axis(ticks, y_label, percent=percent)
+    canvas.y_axis(ticks, y_label, percent=True)
     width = (canvas.x(1) - canvas.x(0)) * 0.8 / max(len(series), 1)
     for index, one in enumerate(series):
         for x, y in zip(one.x, one.y, strict=True):
             left = canvas.x(x) + (index - len(series) / 2) * width
-            shown = f"{y:.0%}" if percent else number(y)
+            shown = f"{y:.0%}"
             canvas.rect(
                 left + 0.5, canvas.y(y), width - 1, canvas.y(0) - canvas.y(y), f"f{one.colour}", f"{one.name}: {shown}"
             )
@@ -187,13 +194,13 @@ def intervals(items: Sequence[Interval], *, x_label: str, description: str, refe
     per_label = max(sum(item.label == label for item in items) for label in labels)
     pitch = 15 * per_label + 12
     height = TOP + BOTTOM + pitch * len(labels)
-    left = min(max(round(7.6 * max(map(len, labels))) + 12, 60), 170)
+    left = _label_width(labels)
     ends = [v for item in items for v in (item.low, item.value, item.high) if v is not None]
     ticks = nice_ticks(min(*ends, reference), max(*ends, reference), 6)
     canvas = _Canvas(height=height, x=(ticks[0], ticks[-1]), y=(0, 1), left=left)
     for tick in ticks:
         canvas.line(canvas.x(tick), TOP, canvas.x(tick), height - BOTTOM, "grid")
-    canvas.line(canvas.x(reference), TOP, canvas.x(reference), height - BOTTOM, "reference")
+    canvas.line(canvas.x(reference), TOP - 6, canvas.x(reference), height - BOTTOM, "reference")
     for row, label in enumerate(labels):
         own = [item for item in items if item.label == label]
         middle = TOP + pitch * (row + 0.5)
@@ -211,7 +218,7 @@ def stacks(
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, x_label: str, description: str, unit: float = 1.0
 ) -> str:
     """Draw horizontal stacked bars: (label, [(part, value), ...]); parts take the colours in order."""
-    left = min(max(round(7.6 * max(len(label) for label, _ in rows)) + 12, 60), 170)
+    left = _label_width([label for label, _ in rows])
     height = TOP + BOTTOM + 36 * len(rows)
     totals = [sum(value for _, value in parts) * unit for _, parts in rows]
     ticks = nice_ticks(0, max(totals))

@@ -108,8 +108,8 @@ def _rendered(
             continue
         served = template.render(messages[:k], add_generation_prompt=True)
         with_turn = template.render(messages[: k + 1])
-        if not (text.startswith(served) and with_turn.startswith(served)):
-            counts["history_rewritten"] += 1
+        if not with_turn.startswith(served):
+            counts["prompt_rewritten"] += 1
             continue
         place = _content_place(messages, k, served, with_turn, template)
         if place is None:
@@ -131,13 +131,13 @@ def _content_place(
         return len(served), len(with_turn.rstrip())
     probe = template.render([*messages[:k], {"role": "assistant", "content": SENTINEL}])
     cut = probe.rfind(SENTINEL)
-    if cut < 0 or not probe.startswith(served):
+    if cut < 0:
         return None
     after = probe[cut + len(SENTINEL) :]
     # What stands before the content may be more than the generation prompt (an empty reasoning block).
     for before in (probe[:cut], served):
         for written in (content, content.strip(), content.lstrip(), content.rstrip()):
-            if written and with_turn == before + written + after:
+            if written and before.startswith(served) and with_turn == before + written + after:
                 return len(before), len(before) + len(written)
     return None
 

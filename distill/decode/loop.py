@@ -58,7 +58,12 @@ class Decoder:
         self.sampling = sampling or Sampling()
         self.prefill_chunk = prefill_chunk
         check_pair(verifier, "topk" if self.sampling.greedy else "coupled")
-        if drafter is not None and drafter.max_depth is not None and plan is not None and plan.depth > drafter.max_depth:
+        if (
+            drafter is not None
+            and drafter.max_depth is not None
+            and plan is not None
+            and plan.depth > drafter.max_depth
+        ):
             raise UserError(
                 f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}"
             )
@@ -110,7 +115,7 @@ class Decoder:
             free = slots if rows is None else rows.active.count(False) + slots - len(rows.active)
             # Prefilling in groups keeps the batch full without a prefill pass per finished row.
             if not exhausted and (rows is None or free * 8 >= slots or not any(rows.active)):
-                new = []
+                new: list[Request] = []
                 while len(new) < free and not exhausted:
                     request = next(waiting, None)
                     exhausted = request is None

@@ -1,6 +1,7 @@
 """State of a batch being decoded: tensors on the device, bookkeeping on the host; refilling and dropping rows."""
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,9 +73,6 @@ def compact(rows: Rows) -> Rows:
     if not live:
         return rows
     index = torch.tensor(live, device=rows.root_B.device)
-    return replace(
-        rows,
-        cache=rows.cache.select(live, longest=max(rows.lengths[b] for b in live)),
-        **{name: getattr(rows, name)[index] for name in _TENSORS},
-        **{name: [getattr(rows, name)[b] for b in live] for name in _LISTS},
-    )
+    kept: dict[str, Any] = {name: getattr(rows, name)[index] for name in _TENSORS}
+    kept |= {name: [getattr(rows, name)[b] for b in live] for name in _LISTS}
+    return replace(rows, cache=rows.cache.select(live, longest=max(rows.lengths[b] for b in live)), **kept)

@@ -128,7 +128,8 @@ class Eagle3(Drafter):
             chosen = tuple(config.taps)
             if sorted(set(chosen)) != list(chosen) or not all(0 <= k <= n for k in chosen) or not chosen:
                 raise UserError(
-                    f"drafter.taps must be ascending, distinct and between 0 and {n} for this target, got {list(chosen)}"
+                    f"drafter.taps must be ascending, distinct and between 0 and {n} for this target, "
+                    f"got {list(chosen)}"
                 )
             return chosen
         default = (2, n // 2, n - 3)

@@ -11,6 +11,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -31,8 +32,9 @@ from distill.types import Batch
 console = Console(stderr=True)
 
 
+@rank_zero_only
 def say(text: str) -> None:
-    """Show one line, above the progress bar where there is one."""
+    """Show one line, above the progress bar where there is one; one process speaks for all."""
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 

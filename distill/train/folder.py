@@ -13,6 +13,8 @@ export/           the drafter to take away; it appears when the run is finished
 import datetime
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,9 @@ from distill.errors import UserError
 from distill.export import collect
 from distill.export.files import read_json, to_json, unwritable, write_atomic
 from distill.train.config import TrainConfig
+
+SHARED = "DRAFTSMITH_RUN_DIR"
+"""Environment variable by which the first process tells the others the run's folder."""
 
 FREE = ("run_dir", "tracking.", "eval.", "trainer.log_every", "trainer.keep", "target.device", "target.verify")
 """Options a resumed run may change: none of them reaches the weights."""
@@ -49,15 +54,22 @@ class RunFolder:
 
         Processes that Lightning starts for further devices find the first one's choice in the environment.
         """
-        named = os.environ.get("DRAFTSMITH_RUN_DIR") if local_rank() else None
-        named = named or config.run_dir
+        named = (os.environ.get(SHARED) if local_rank() else None) or config.run_dir
         if named is None:
             target = Path(config.target.name).name
             stem = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{config.drafter['name']}-{target}"
             names = (stem if i == 1 else f"{stem}-{i}" for i in range(1, 1000))
             named = str(next(Path("runs") / name for name in names if not (Path("runs") / name).exists()))
-        os.environ["DRAFTSMITH_RUN_DIR"] = named
         return cls(Path(named))
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Tell processes started meanwhile (one per further device) which folder the run is in."""
+        os.environ[SHARED] = str(self.path)
+        try:
+            yield
+        finally:
+            os.environ.pop(SHARED, None)
 
     @property
     def finished(self) -> bool:

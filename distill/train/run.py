@@ -109,7 +109,7 @@ def run(config: TrainConfig) -> RunResult:
         tracker.log_hyperparams(to_dict(config))
     trainer = build_trainer(config, plan, folder, trackers, prompts, target)
     module = DraftModule(drafter, loss=config.loss, optim=config.optim, max_steps=plan.max_steps, seed=config.seed)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), folder.shared():
         for message in LIGHTNING_NOISE:
             warnings.filterwarnings("ignore", message=message)
         trainer.fit(module, datamodule=datamodule, ckpt_path=None if last is None else str(last.path))
@@ -119,6 +119,7 @@ def run(config: TrainConfig) -> RunResult:
         for tracker in trackers:
             tracker.log_export(folder.export)
             tracker.close()
+    trainer.strategy.barrier("export")
     return result_of(folder)
 
 
@@ -175,7 +176,8 @@ def build_trainer(
     target: Target,
 ) -> pl.Trainer:
     """A Trainer with our files, callbacks and trackers; its own ones are off."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     options = config.trainer
     callbacks: list[pl.Callback] = [
         LogMetrics(plan, every=options.log_every),

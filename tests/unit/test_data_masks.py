@@ -128,6 +128,22 @@ def test_a_rewritten_history_keeps_only_the_turn_that_stands_as_it_was_written()
     assert result.counts == {"history_rewritten": 1}
 
 
+def test_a_generation_prompt_that_vanishes_from_the_history_leaves_nothing_to_trust():
+    opening = tools.CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n<think>\n' }}")
+    assert opening != tools.CHATML
+    messages = tools.conversation(random.Random(8), 2)
+    messages[1]["tool_calls"] = [{"function": {"name": "f"}}]
+    result = supervise(messages, template_of("CHATML", opening))
+    assert result.conversation is None
+    assert result.counts == {"prompt_rewritten": 2}
+
+
+def test_a_history_that_depends_on_what_follows_is_not_trusted():
+    counting = "{{ messages | length }}" + tools.CHATML
+    result = supervise(tools.conversation(random.Random(9), 2), template_of("CHATML", counting))
+    assert result.counts == {"prompt_rewritten": 2}
+
+
 def test_a_template_that_changes_the_words_is_not_trusted():
     shouting = tools.CHATML.replace("m['content'] + '<|im_end|>", "m['content'] | upper + '<|im_end|>")
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]

@@ -122,6 +122,31 @@ def test_two_cuts_in_a_row(monkeypatch, tmp_path, whole):
     assert same(written(tmp_path), whole[0])
 
 
+def narrow(request, sampling):
+    """Few different user turns, and every other one gets an answer too short to keep."""
+    words = tools.tiny_tokenizer_cached()
+    if sampling.seed % 2 == 0:  # a user turn
+        text = f"ask {tools.keyed(request.request_id) % 14}"
+    else:
+        text = "the cat sat on a mat" if tools.keyed(tuple(request.prompt)) % 2 else "no"
+    return [*words.encode(text, add_special_tokens=False), words.eos_token_id]
+
+
+def test_duplicates_of_dropped_prompts_stay_duplicates_after_a_cut(monkeypatch, tmp_path):
+    config = settings(n_conversations=6, shard_size=2)
+    reference = written(tmp_path / "whole", config, narrow)
+    counts = reference.stats["left_out"]
+    assert min(counts["duplicate"], counts["too_short"]) > 2, "for this test to mean anything"
+    for moment in (6, 14, 22):
+        folder = tmp_path / str(moment)
+        with monkeypatch.context() as patched, pytest.raises(PowerCut):
+            cut_at(patched, moment)
+            written(folder, config, narrow)
+        resumed = written(folder, config, narrow)
+        assert same(resumed, reference)
+        assert resumed.stats["left_out"] == counts
+
+
 def killed(folder, shard):
     """Write in another process and kill it with -9 as soon as a shard is there."""
 

@@ -35,7 +35,6 @@ def port():
 @pytest.mark.slow
 def test_two_processes_equal_one(tmp_path, monkeypatch):
     tools.in_memory(monkeypatch)
-    monkeypatch.delenv("DRAFTSMITH_RUN_DIR", raising=False)
     run(tools.config(tmp_path / "one", batch_size=2, optim={"clip": 0.0}))
 
     here = Path(__file__).parent
@@ -51,11 +50,12 @@ def test_two_processes_equal_one(tmp_path, monkeypatch):
         for rank in range(2)
     ]
     try:
-        # The second one first: where it dies, the first one waits for it.
-        errors = [process.communicate(timeout=120)[1] for process in reversed(processes) if process.poll() in (None, 0)]
-    finally:
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+    except subprocess.TimeoutExpired:
+        errors = ["one process waited for the other"]
         for process in processes:
             process.kill()
+            process.communicate()
     assert [process.returncode for process in processes] == [0, 0], errors
 
     states, logs = [], []

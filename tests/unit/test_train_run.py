@@ -26,7 +26,6 @@ from distill.train.run import run
 @pytest.fixture(autouse=True)
 def _ready(monkeypatch):
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    monkeypatch.delenv("DRAFTSMITH_RUN_DIR", raising=False)
     tools.in_memory(monkeypatch)
 
 
@@ -208,9 +207,12 @@ def test_a_process_started_for_another_device_takes_the_first_ones_folder(tmp_pa
     monkeypatch.chdir(tmp_path)
     config = tools.config("x")
     config.run_dir = None
-    first = RunFolder.choose(config).path
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert RunFolder.choose(config).path == first
+    first = RunFolder.choose(config)
+    with first.shared():
+        monkeypatch.setenv("LOCAL_RANK", "1")
+        config.run_dir = "runs/its-own-idea"  # the entry names a folder by the clock in every process
+        assert RunFolder.choose(config).path == first.path
+    assert RunFolder.choose(config).path.name == "its-own-idea"
     monkeypatch.setenv("NODE_RANK", "2")
     config.trainer.devices = 4
     assert RunFolder.rank(config) == 9
