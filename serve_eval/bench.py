@@ -211,8 +211,10 @@ def _costs(
     chosen = [encode(target, opening(p), chat=config.chat) for p in prompts[:COST_PROMPTS]]
     curve = verify_curve(target, widths=[*WIDTHS, *(arm.plan.n_nodes for arm in arms if arm.plan is not None)])
     rounds = round_costs(arms, chosen, max_new_tokens=min(COST_TOKENS, config.max_new_tokens))
-    taus = {arm.name: stats.acceptance([r for r in records if r.arm == arm.name])[0] for arm in arms}
-    return CostReport(curve=curve, rounds=rounds, predictions=predict(curve, rounds, taus))
+    own = {arm.name: [r for r in records if r.arm == arm.name] for arm in arms}
+    taus = {name: stats.acceptance(found)[0] for name, found in own.items()}
+    speedups = {name: stats.speedup(found, own["ar"]).total for name, found in own.items()}
+    return CostReport(curve=curve, rounds=rounds, predictions=predict(curve, rounds, taus, speedups))
 
 
 def _common(config: Config, pair: Pair) -> dict[str, Any]:

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import distill
 from distill.errors import did_you_mean
 
-COMMANDS = {
-    "train": ("distill.train.main", "train a drafter (same as python train.py)"),
-    "eval": ("serve_eval.__main__", "measure, show and verify decoding (same as python -m serve_eval)"),
+COMMANDS: dict[str, tuple[str, str, list[str]]] = {
+    "train": ("distill.train.main", "train a drafter (same as python train.py)", []),
+    "eval": ("serve_eval.__main__", "measure, show and verify decoding (same as python -m serve_eval)", []),
+    "export": ("serve_eval.__main__", "check a run's drafter and copy it where you want it", ["task=export"]),
 }
 
 
@@ -17,7 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Dispatch ``draftsmith COMMAND ...``; returns the exit code."""
     command, *rest = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command in ("--help", "-h"):
-        lines = [f"  {name:8}{text}" for name, (_, text) in COMMANDS.items()]
+        lines = [f"  {name:8}{text}" for name, (_, text, _) in COMMANDS.items()]
         print(
             "usage: draftsmith COMMAND [ARGUMENTS]\n\ncommands:",
             *lines,
@@ -35,5 +36,5 @@ def main(argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    entry = importlib.import_module(COMMANDS[command][0])
-    return entry.main(rest, program=f"draftsmith {command}")
+    module, _, fixed = COMMANDS[command]
+    return importlib.import_module(module).main([*fixed, *rest], program=f"draftsmith {command}")

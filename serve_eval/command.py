@@ -1,18 +1,17 @@
 """Command lines for people: how something was started, and how to start it again."""
 
-import json
+import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.config import flatten, to_dict
+from distill.config import yaml_text
 
 
 def repeat(task: str, config: Any) -> str:
     """Return the command that does the same again: every option of ``config`` that is not at its default."""
-    usual = flatten(to_dict(type(config)()))
-    changed = [f"{key}={_value(value)}" for key, value in flatten(to_dict(config)).items() if usual.get(key) != value]
+    changed = [f"{name}={_value(value)}" for name, value in _changed(config)]
     return shlex.join(["python", "-m", "serve_eval", f"task={task}", *changed])
 
 
@@ -25,12 +24,22 @@ def typed(argv: Sequence[str]) -> str:
     return shlex.join([*program, *argv[1:]])
 
 
+def _changed(config: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of the options that differ from those of ``type(config)()``."""
+    usual = type(config)()
+    for field in dataclasses.fields(config):
+        name, value = f"{path}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            before = dict(_changed(getattr(usual, field.name), f"{name}."))
+            yield from (item for item in _changed(value, f"{name}.") if item not in before.items())
+        elif value != getattr(usual, field.name):
+            yield name, value
+
+
 def _value(value: Any) -> str:
     """A value in the grammar of Hydra's overrides."""
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "{" + ",".join(f"{key}:{_value(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "{" + ",".join(f"{name}:{_value(item)}" for name, item in _changed(value)) + "}"
+    if isinstance(value, list | tuple):
         return "[" + ",".join(_value(item) for item in value) + "]"
-    return json.dumps(value) if isinstance(value, bool) else str(value)
+    return yaml_text(value)

@@ -7,7 +7,7 @@ the benchmark and never enter its speeds. Formulas: ``docs/metrics.md``.
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -72,7 +72,10 @@ class RoundCost:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """Costs of a round in units of one autoregressive step, and the speedup tau / (v + draft + host) they imply."""
+    """Costs of a round in units of one autoregressive step, and the speedup tau / (v + draft + host) they imply.
+
+    ``tau`` and ``measured`` (the benchmark's ratio of totals) are over all prompts of the benchmark.
+    """
 
     arm: str
     tau: float
@@ -80,6 +83,7 @@ class Prediction:
     draft: float
     host: float
     speedup: float
+    measured: float | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,13 +187,14 @@ def _instrumented(arm: DecoderArm) -> Iterator[_Stopwatch]:
     shadows: list[tuple[Any, str, str]] = [(decoder.target, "forward", "target"), (decoder.target, "logits", "target")]
     if decoder.drafter is not None:
         shadows += [(decoder.drafter, "step", "draft"), (decoder.drafter, "extend", "extend")]
+    before = [vars(owner).get(method) for owner, method, _ in shadows]
     for owner, method, name in shadows:
         setattr(owner, method, watch.wrap(name, getattr(owner, method)))
     try:
         yield watch
     finally:
-        for owner, method, _ in shadows:
-            delattr(owner, method)
+        for (owner, method, _), own in zip(shadows, before, strict=True):
+            delattr(owner, method) if own is None else setattr(owner, method, own)
 
 
 def round_costs(arms: Sequence[DecoderArm], prompts: Sequence[list[int]], *, max_new_tokens: int) -> list[RoundCost]:
@@ -234,7 +239,12 @@ def _mean_round(arm: DecoderArm, seconds: dict[str, float], passes: list[StepRec
     )
 
 
-def predict(curve: VerifyCurve, rounds: Sequence[RoundCost], tau_by_arm: dict[str, float]) -> list[Prediction]:
+def predict(
+    curve: VerifyCurve,
+    rounds: Sequence[RoundCost],
+    tau_by_arm: Mapping[str, float],
+    measured_by_arm: Mapping[str, float | None],
+) -> list[Prediction]:
     """Predict each speculative arm's speedup from its parts: S = tau / (v + draft + host).
 
     The unit is one autoregressive step of the same loop. The target's share comes from the curve, measured apart, so
@@ -244,6 +254,7 @@ def predict(curve: VerifyCurve, rounds: Sequence[RoundCost], tau_by_arm: dict[st
         curve: must hold every arm's width.
         rounds: instrumented costs, the ``ar`` arm among them.
         tau_by_arm: acceptance lengths measured in the benchmark.
+        measured_by_arm: speedups measured there, to stand beside the predicted ones.
     """
     step_s = next(r for r in rounds if r.arm == "ar").total_s
     predictions = []
@@ -254,7 +265,15 @@ def predict(curve: VerifyCurve, rounds: Sequence[RoundCost], tau_by_arm: dict[st
         draft, host = (cost.draft_s + cost.extend_s) / step_s, cost.host_s / step_s
         tau = tau_by_arm[cost.arm]
         predictions.append(
-            Prediction(arm=cost.arm, tau=tau, v=v, draft=draft, host=host, speedup=tau / (v + draft + host))
+            Prediction(
+                arm=cost.arm,
+                tau=tau,
+                v=v,
+                draft=draft,
+                host=host,
+                speedup=tau / (v + draft + host),
+                measured=measured_by_arm.get(cost.arm),
+            )
         )
     return predictions
 

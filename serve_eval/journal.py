@@ -39,10 +39,6 @@ class Journal:
         except OSError as error:
             raise UserError(f"{self._path} must be writable, got {error.strerror}; free some space.") from error
 
-    def close(self) -> None:
-        """Remove the file: the finished results have replaced it."""
-        self._path.unlink(missing_ok=True)
-
 
 def _read(path: Path, head: str) -> list[Record]:
     """Return the readable records if the first line is ``head``; reading stops at the first damaged line."""

@@ -85,7 +85,6 @@ def render(
         figures=_figures(rows, records, costs, colours),
         training=_training_figures(training),
         costs=costs,
-        measured={row.arm: row.speedup_total for row in whole if row.prompts == best.prompts},
         decodes=_decodes(records),
         settings=best.settings,
         provenance=best.provenance,

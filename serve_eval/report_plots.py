@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH = 480
-LEFT, RIGHT, TOP, BOTTOM = 54, 20, 14, 46
+LEFT, RIGHT, TOP, BOTTOM = 62, 20, 14, 46
 N_COLOURS = 6
 
 
@@ -99,7 +99,7 @@ class _Canvas:
         if not label:
             return
         self.parts.append(
-            f'<text transform="translate(11 {(self.height - BOTTOM + TOP) / 2:.0f}) rotate(-90)" '
+            f'<text transform="translate(12 {(self.height - BOTTOM + TOP) / 2:.0f}) rotate(-90)" '
             f'text-anchor="middle" class="label">{escape(label)}</text>'
         )
 
@@ -118,9 +118,7 @@ class _Canvas:
         )
 
 
-def bars(
-    series: Sequence[Series], *, x_label: str, y_label: str = "", description: str, height: int = 230
-) -> str:
+def bars(series: Sequence[Series], *, x_label: str, y_label: str = "", description: str, height: int = 230) -> str:
     """Draw grouped vertical bars of shares at whole-number x, with the value over each bar where there is room."""
     groups = sorted({x for s in series for x in s.x})
     top = max((y for s in series for y in s.y), default=1.0)

@@ -16,9 +16,11 @@ def print_summary(
 ) -> None:
     """Print the headline rows (whole prompt sets), the cost decomposition and the paths of the files."""
     console = console or Console()
-    console.print(_table([row for row in rows if row.category == "all"]))
+    whole = [row for row in rows if row.category == "all"]
+    for name in dict.fromkeys(row.prompts for row in whole):
+        console.print(_table([row for row in whole if row.prompts == name]))
     if costs is not None:
-        console.print(_cost_table(costs, {row.arm: row.speedup_total for row in rows if row.category == "all"}))
+        console.print(_cost_table(costs))
     for name in (RESULTS, REPORT):
         if (where / name).is_file():
             console.print(f"{where / name}", highlight=False)
@@ -28,12 +30,10 @@ def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     mode = "greedy" if first.temperature == 0 else f"T = {first.temperature:g}"
     dtype, device = first.settings["dtype"], first.settings["device"]
-    several = len({row.prompts for row in rows}) > 1
-    title = f"{first.target} on {first.prompts if not several else 'all sets'}, {mode}, {dtype} on {device}, batch 1"
+    count = f"{first.n_prompts} prompt{'s' if first.n_prompts != 1 else ''} of {first.prompts}"
+    title = f"{first.target} on {count}, {mode}, {dtype} on {device}, batch 1"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("arm", no_wrap=True)
-    if several:
-        table.add_column("prompts", no_wrap=True)
     for name in ("tau", "tok/s", "speedup [95 %]", "median", "vs hf", "equal", "first"):
         table.add_column(name, justify="right", no_wrap=True)
     best = max((r for r in rows if r.kind == "spec"), key=lambda r: r.speedup_total or 0, default=None)
@@ -42,7 +42,6 @@ def _table(rows: Sequence[Row]) -> Table:
         interval = f" [{row.speedup_ci[0]:.2f}, {row.speedup_ci[1]:.2f}]" if row.speedup_ci and not plain else ""
         table.add_row(
             row.arm,
-            *([row.prompts] if several else []),
             f"{row.tau:.2f}",
             _fixed(row.tokens_per_s, ".1f"),
             "1" if plain else _fixed(row.speedup_total, ".2f") + interval,
@@ -55,14 +54,14 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def _cost_table(costs: CostReport, measured: dict[str, float | None]) -> Table:
+def _cost_table(costs: CostReport) -> Table:
     title = "speedup = tau / (v + draft + host), in plain decoding steps"
     table = Table(box=SIMPLE_HEAD, title=title, title_justify="left")
     for name in ("arm", "tau", "v", "draft", "host", "predicted", "measured"):
         table.add_column(name, justify="left" if name == "arm" else "right")
     for p in costs.predictions:
         figures = (p.tau, p.v, p.draft, p.host, p.speedup)
-        table.add_row(p.arm, *(f"{figure:.2f}" for figure in figures), _fixed(measured.get(p.arm), ".2f"))
+        table.add_row(p.arm, *(f"{figure:.2f}" for figure in figures), _fixed(p.measured, ".2f"))
     return table
 
 

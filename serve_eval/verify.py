@@ -238,10 +238,11 @@ def _write(result: VerifyResult, target: Target, config: Config) -> None:
 
 def _print(result: VerifyResult, console: Console) -> None:
     """One row per drafter and plan, all sampling settings together; the file has them apart."""
-    table = Table(box=SIMPLE_HEAD, title="compared with an uncached recomputation", title_justify="left")
+    title = "compared with an uncached recomputation"
+    table = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("drafter", no_wrap=True)
     table.add_column("plan", no_wrap=True)
-    for name in ("outputs", "tokens", "tau greedy", "tau sampled", "ties", "faults"):
+    for name in ("outputs", "tokens", "greedy tau", "sampled tau", "ties", "faults"):
         table.add_column(name, justify="right")
     for drafter, tree in dict.fromkeys((c.drafter, c.tree) for c in result.checks):
         own = [c for c in result.checks if (c.drafter, c.tree) == (drafter, tree)]

@@ -4,7 +4,8 @@ from distill.data.batches import Batches
 from distill.data.config import DataConfig
 from distill.data.conversation import Conversation
 from distill.data.masks import Supervised, supervise
-from distill.data.prepare import PreparedData, Progress, load_prepared, prepare, stderr_progress
+from distill.data.prepare import Progress, prepare, stderr_progress
+from distill.data.prepared import PreparedData, load_prepared
 from distill.data.show import render_mask
 from distill.data.template import ChatTemplate
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from distill.data.packing import RowOrder, fill, fixed_rows, n_cut
-from distill.data.prepare import PreparedData
+from distill.data.prepared import PreparedData
 from distill.errors import UserError
 from distill.types import Batch
 

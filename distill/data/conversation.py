@@ -34,10 +34,6 @@ class Conversation:
         first = int(self.loss_mask.argmax()) if self.loss_mask.any() else len(self.ids)
         return self.ids[:first].tolist()
 
-    def cut(self, length: int) -> "Conversation":
-        """Return the first ``length`` tokens."""
-        return Conversation(ids=self.ids[:length], loss_mask=self.loss_mask[:length], key=self.key)
-
 
 def from_parts(parts: list[tuple[list[int], bool]], *, key: int) -> Conversation:
     """Join (ids, supervised) pieces: exact masks for text that was generated here."""

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from lightning.pytorch import LightningDataModule
 
 from distill.data.batches import Batches
-from distill.data.prepare import PreparedData
+from distill.data.prepared import PreparedData
 from distill.types import Batch
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distill.data.prepare import PreparedData, Split
+from distill.data.prepared import PreparedData, Split
 
 WINDOW = 512
 """Conversations packed together: enough for full rows, few enough for rows to stay a random mix."""

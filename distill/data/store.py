@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from distill.errors import UserError
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
+EMPTY_HASH = hashlib.sha256(b"").hexdigest()
 
 
 @dataclass(kw_only=True)
@@ -62,7 +63,7 @@ class Manifest:
     stopped: str | None = None
     budget: dict[str, Any] = field(default_factory=dict)
     coverage: dict[str, float] = field(default_factory=dict)
-    data_hash: str = hashlib.sha256(b"").hexdigest()
+    data_hash: str = EMPTY_HASH
     shards: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -228,7 +229,7 @@ def read_shards(folder: Path, manifest: Manifest) -> Iterator[dict[str, np.ndarr
             raise UserError(f"{path} must be a safetensors file, got a damaged one: {error}") from error
 
 
-def chain_hash(previous: str, conversations: list[Conversation]) -> str:
+def chain_hash(previous: str, conversations: Iterable[Conversation]) -> str:
     """Extend a hash by conversations, one after the other."""
     for c in conversations:
         mask = c.loss_mask.astype(np.uint8)

@@ -37,6 +37,10 @@ TAP_CONVENTION = "entering"
 """Tap k is the hidden state entering layer k (``TargetOutput``); the only convention this format knows."""
 
 CONFIG, WEIGHTS, PROVENANCE, CARD = "config.json", "model.safetensors", "provenance.json", "README.md"
+KEYS = {
+    *("format", "schema_version", "drafter", "config", "tap_convention", "taps", "draft_vocab_size", "dtype"),
+    *("target", "weights_sha256"),
+}
 MAPS = {"vocab.d2t": "d2t", "vocab.t2d": "t2d"}
 """State-dict name -> name in the file, where the two differ."""
 
@@ -63,9 +67,7 @@ def save_drafter(
         UserError: the folder is taken, or cannot be written.
     """
     folder = Path(folder)
-    if folder.exists() and not (overwrite and _is_export(folder)):
-        hint = "remove it first" if overwrite else "choose another folder or pass overwrite=true"
-        raise UserError(f"the export folder must not exist yet, got {folder}; {hint}")
+    _check_free(folder, overwrite=overwrite)
     tensors = {MAPS.get(k, k): v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
     record = {**provenance, "measured": dict(card or {})}
     fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
@@ -84,6 +86,35 @@ def save_drafter(
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
     return folder
+
+
+def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = False) -> Path:
+    """Check the export behind ``checkpoint`` and copy it to ``out``, complete or not at all.
+
+    Raises:
+        UserError: no such export, a damaged one, or ``out`` is taken or cannot be written.
+    """
+    source, out = resolve_checkpoint(checkpoint), Path(out)
+    _read_tensors(source, read_config(source))
+    _check_free(out, overwrite=overwrite)
+    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    try:
+        fresh.mkdir(parents=True)
+        for name in (CONFIG, WEIGHTS, PROVENANCE, CARD):
+            shutil.copyfile(source / name, fresh / name)
+            sync(fresh / name)
+        swap_folder(fresh, out)
+    except OSError as error:
+        raise unwritable(out, error) from error
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return out
+
+
+def _check_free(folder: Path, *, overwrite: bool) -> None:
+    if folder.exists() and not (overwrite and _is_export(folder)):
+        hint = "remove it first" if overwrite else "choose another folder or pass overwrite=true"
+        raise UserError(f"the export folder must not exist yet, got {folder}; {hint}")
 
 
 def update_card(folder: str | Path, measured: Mapping[str, Any]) -> None:
@@ -106,7 +137,7 @@ def _describe(drafter: Drafter) -> dict[str, Any]:
         "tap_convention": TAP_CONVENTION,
         "taps": list(drafter.taps(drafter.config, info)),
         "draft_vocab_size": None if drafter.vocab is None else drafter.vocab.size,
-        "dtype": str(next(drafter.parameters()).dtype).removeprefix("torch."),
+        "dtype": _dtype_name(next(drafter.parameters()).dtype),
         "target": {**to_dict(info), "fingerprint": dict(drafter.target.fingerprint)},
     }
 
@@ -183,17 +214,10 @@ def read_config(folder: Path) -> dict[str, Any]:
     if config.get("schema_version") != SCHEMA_VERSION:
         got = config.get("schema_version")
         raise UserError(f"{folder / CONFIG}: schema_version must be {SCHEMA_VERSION}, got {got!r}; update draftsmith")
-    keys = {
-        "format",
-        "schema_version",
-        "drafter",
-        "config",
-        "tap_convention",
-        "taps",
-        "draft_vocab_size",
-        "dtype",
-    }
-    _same_names(keys | {"target", "weights_sha256"}, config, f"{folder / CONFIG}: keys")
+    _same_names(KEYS, config, f"{folder / CONFIG}: keys")
+    needed = {"name", "n_layers", "hidden_size", "vocab_size", "fingerprint"}
+    known = set(config["target"]) if isinstance(config["target"], dict) else set()
+    _same_names(needed, known & needed, f"{folder / CONFIG}: keys of target")
     return config
 
 
@@ -233,7 +257,9 @@ def _read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
     if sha256(path) != config["weights_sha256"]:
         got = f"{sha256(path)[:16]} instead of {config['weights_sha256'][:16]}"
         raise UserError(f"{path} must be the file that was exported, got sha256 {got}; copy it again")
-    wrong = {k: v.dtype for k, v in tensors.items() if v.is_floating_point() and str(v.dtype)[6:] != config["dtype"]}
+    wrong = {
+        k: v.dtype for k, v in tensors.items() if v.is_floating_point() and _dtype_name(v.dtype) != config["dtype"]
+    }
     if wrong:
         name, dtype = next(iter(wrong.items()))
         raise UserError(f"{path}: {name} must be {config['dtype']}, got {dtype}; export the run again")
@@ -279,6 +305,10 @@ def _same_names(expected: set[str], got: Any, what: str) -> None:
         raise UserError(
             f"{what} must be exactly the known ones, got a file {' and '.join(parts)}; export the run again"
         )
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _is_export(folder: Path) -> bool:

@@ -87,7 +87,7 @@ def test_tree_equals_each_path_alone(family):
             close(target, output.last_BLD[b, node], alone[-1])
 
 
-@pytest.mark.parametrize(("family", "rounds"), [("llama", 200), ("mistral", 100), ("gemma3", 60), ("gemma2", 40)])
+@pytest.mark.parametrize("family, rounds", [("llama", 200), ("mistral", 100), ("gemma3", 60), ("gemma2", 40)])
 @torch.no_grad()
 def test_many_rounds_equal_a_recomputation(family, rounds):
     """Random trees, random accepted paths of uneven length, rows that stand still; rejected entries are spoilt.

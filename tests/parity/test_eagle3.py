@@ -75,7 +75,7 @@ def draft_chain(drafter, state, root: int, path: list[int]):
     return found
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
 @pytest.mark.parametrize("flags", FLAGS, ids=str)
 def test_training_equals_drafting(flags, dtype, tolerance):
     """Prediction of step k at i = what is drafted at depth k below the prefix that ends with token i + 1."""
@@ -137,7 +137,7 @@ def random_levels(generator, batch: int, widths: list[int]):
     return levels
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@pytest.mark.parametrize("dtype, tolerance", PRECISIONS)
 @pytest.mark.parametrize("flags", FLAGS[:3], ids=str)
 def test_every_path_of_a_tree_equals_the_path_alone(flags, dtype, tolerance):
     """Uneven rows in one batch; the tree is grown depth by depth, the path in a state of its own."""
@@ -208,7 +208,9 @@ def test_accepted_tokens_are_fed_with_true_features():
         fresh = drafter.new_state(1, 64)
         extend_in_chunks(drafter, fresh, ids[: at + 1], output, chunk=50)
         assert state.cache.lengths_B.tolist() == fresh.cache.lengths_B.tolist() == [at]
-        torch.testing.assert_close(state.cache.kv[:, :, :, :, :at], fresh.cache.kv[:, :, :, :, :at], rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            state.cache.kv[:, :, :, :, :at], fresh.cache.kv[:, :, :, :, :at], rtol=1e-10, atol=1e-12
+        )
         torch.testing.assert_close(state.last_B1D, fresh.last_B1D, rtol=1e-10, atol=1e-12)
 
 
@@ -219,7 +221,14 @@ def test_rows_that_take_nothing_stay_as_they_are():
     state = drafter.new_state(2, 32)
     drafter.extend(state, ids, torch.tensor([5, 6]), output, torch.tensor([8, 3]), longest=8)
     before = state.last_B1D.clone(), state.cache.kv[:, :, 1, :, :3].clone()
-    drafter.extend(state, ids[:, :4], torch.tensor([5, 6]), slice_of(output, (slice(None), slice(0, 4))), torch.tensor([4, 0]), longest=12)
+    drafter.extend(
+        state,
+        ids[:, :4],
+        torch.tensor([5, 6]),
+        slice_of(output, (slice(None), slice(0, 4))),
+        torch.tensor([4, 0]),
+        longest=12,
+    )
     assert state.cache.lengths_B.tolist() == [12, 3]
     assert torch.equal(state.last_B1D[1], before[0][1])
     assert not torch.equal(state.last_B1D[0], before[0][0])
@@ -359,7 +368,7 @@ def test_impossible_taps(taps):
 
 
 @pytest.mark.parametrize(
-    ("bad", "message"),
+    "bad, message",
     [
         ({"ttt_steps": 0}, "ttt_steps must be >= 1"),
         ({"step_decay": 0.0}, "step_decay must be in"),

@@ -102,8 +102,7 @@ def test_acceptance_rises_from_one_to_above_three():
     starts = write(table, 96, generator, length=prompt_len, slip=0.3).tolist()
     writer = Decoder(target, sampling=Sampling(temperature=1.0))
     texts = [
-        p + g.ids
-        for p, g in zip(starts, writer.generate(starts, max_new_tokens=26, ignore_eos=True), strict=True)
+        p + g.ids for p, g in zip(starts, writer.generate(starts, max_new_tokens=26, ignore_eos=True), strict=True)
     ]
     counts = torch.bincount(torch.tensor(texts)[:, prompt_len:].flatten(), minlength=V)
     vocab, report = choose_vocab(counts, V - 3)
@@ -133,5 +132,4 @@ def test_acceptance_rises_from_one_to_above_three():
     )
     inner = result.valid_KBL & result.valid_KBL[-1]  # starts far enough from the end for all five steps
     simulated = float(simulated_tau(result.hits_KBL, inner))
-    assert simulated == pytest.approx(after, rel=0.25)
-    print(f"tau {before:.2f} -> {after:.2f}, tree {tree:.2f}, simulated {simulated:.2f}")
+    assert simulated == pytest.approx(after, rel=0.25), (before, after, tree)

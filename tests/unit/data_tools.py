@@ -13,11 +13,29 @@ from distill.decode import Generation
 from distill.target.tiny import tiny_tokenizer
 
 SPECIALS = ("<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|eot|>", "<|head|>", "<|/head|>", "[INST]", "[/INST]")
-WORDS = "the cat sat on a mat and asked why dogs run so fast when rain falls over green hills again".split()
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "asked",
+    "why",
+    "dogs",
+    "run",
+    "so",
+    "fast",
+    "when",
+    "rain",
+    "falls",
+]
 
 CHATML = (
-    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}"
-    "{% endif %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% for m in messages %}{% if loop.first and m['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nBe good.<|im_end|>\n' }}{% endif %}"
+    "{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 HEADERS = (  # content is trimmed, as many templates do
@@ -34,8 +52,8 @@ PLAIN = (  # marks are ordinary text and nothing ends a turn
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
 REASONING = (  # an earlier turn's thoughts are dropped from the history
-    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set c = m['content'] %}"
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m['role'] == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{% set c = m['content'] %}"
     "{% if m['role'] == 'assistant' and loop.index0 < ns.last and '</think>' in c %}"
     "{% set c = c.split('</think>')[-1] | trim %}{% endif %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + c + '<|im_end|>\n' }}{% endfor %}"
@@ -85,7 +103,8 @@ def pieces(name, messages):
     return out
 
 
-TEMPLATES = {name: globals()[name] for name in "CHATML HEADERS INST PLAIN EMPTY_THOUGHT MARKED MARKED_CONTENT".split()}
+NAMES = ("CHATML", "HEADERS", "INST", "PLAIN", "EMPTY_THOUGHT", "MARKED", "MARKED_CONTENT")
+TEMPLATES = {name: globals()[name] for name in NAMES}
 END = {"HEADERS": "<|eot|>", "INST": "</s>", "MARKED_CONTENT": "</s>", "PLAIN": None}
 
 
@@ -98,7 +117,11 @@ def _backend() -> str:
         [pre_tokenizers.Split(pattern, "isolated"), pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
     )
     backend.decoder = decoders.ByteLevel()
-    corpus = [" ".join(WORDS * 2), "\n\n\n\n".join(WORDS), "User: Assistant: system user assistant\n\n <think> </think>"] * 9
+    corpus = [
+        " ".join(WORDS * 2),
+        "\n\n\n\n".join(WORDS),
+        "User: Assistant: system user assistant\n\n <think> </think>",
+    ] * 9
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     backend.train_from_iterator(corpus, trainers.BpeTrainer(vocab_size=450, initial_alphabet=alphabet))
     backend.add_special_tokens([AddedToken(s, special=True, normalized=False) for s in SPECIALS])
@@ -120,9 +143,7 @@ def target(words=None, *, max_positions=4096, eos_ids=None, fingerprint="w0"):
     info = SimpleNamespace(
         name="fake", vocab_size=len(words), max_positions=max_positions, eos_ids=eos_ids or (words.eos_token_id,)
     )
-    return SimpleNamespace(
-        info=info, tokenizer=words, fingerprint={"weights": fingerprint}, device=torch.device("cpu")
-    )
+    return SimpleNamespace(info=info, tokenizer=words, fingerprint={"weights": fingerprint}, device=torch.device("cpu"))
 
 
 def conversation(rng, turns=3, system=False):

@@ -49,9 +49,7 @@ def test_tree_mask(seed, window):
                 at = parents[b][at]
             depths[b, i] = ancestors[b, i].sum() - 1
     view = int(lengths.max()) + m + 2
-    mask = tree_mask(
-        lengths_B=lengths, ancestors_BNM=ancestors[:, -n:], view=view, depths_BM=depths, window=window
-    )
+    mask = tree_mask(lengths_B=lengths, ancestors_BNM=ancestors[:, -n:], view=view, depths_BM=depths, window=window)
     assert mask.full_B1QT.shape == (batch, 1, n, view)
     for b in range(batch):
         length = int(lengths[b])
@@ -108,7 +106,7 @@ def plain_attention(q, k, v, allowed):
     return out
 
 
-@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (4, 2), (6, 1), (3, 3)])
+@pytest.mark.parametrize("heads, groups", [(4, 4), (4, 2), (6, 1), (3, 3)])
 def test_attend_groups_heads_as_llama_does(heads, groups):
     """Query head h reads key/value head h // (H / G)."""
     q = torch.randn(2, heads, 5, 8, dtype=torch.float64)
@@ -121,7 +119,9 @@ def test_attend_groups_heads_as_llama_does(heads, groups):
 
 def own_key_case(steps: int, dtype=torch.float64):
     """Documents of uneven length (single tokens among them), padding, and keys of later steps."""
-    doc = torch.tensor([[0, 0, 0, 0, 0, 1, 2, 2, -1], [0, 1, 1, 1, 1, 1, 1, 1, 2], [0] * 9, [0, 0, 0, -1, -1, -1, -1, -1, -1]])
+    doc = torch.tensor(
+        [[0, 0, 0, 0, 0, 1, 2, 2, -1], [0, 1, 1, 1, 1, 1, 1, 1, 2], [0] * 9, [0, 0, 0, -1, -1, -1, -1, -1, -1]]
+    )
     leaves = [torch.randn(4, 2, 9, 4, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(3 + 2 * steps)]
     mask = (doc[:, :, None] == doc[:, None, :]) & (doc >= 0)[:, None] & torch.ones(9, 9).bool().tril()
     i = torch.arange(9)
@@ -169,7 +169,7 @@ def test_own_keys_equal_one_softmax(steps, implementation):
 
 
 @pytest.mark.parametrize("implementation", ["cpu", "portable"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
 def test_own_keys_in_lower_precision(dtype, tolerance, implementation):
     """Against fp64 on the same rounded inputs; bf16 keeps 8 bits, of which a softmax of 9 terms loses two or so."""
     run = attention if implementation == "cpu" else portable()

@@ -191,7 +191,9 @@ def test_one_sentence_for_what_cannot_be_masked():
     template = template_of("CHATML")
     with pytest.raises(UserError, match="must have an assistant turn"):
         supervise([{"role": "user", "content": "hi"}], template)
-    strict = template_of("CHATML", "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x")
+    strict = template_of(
+        "CHATML", "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}x"
+    )
     with pytest.raises(UserError, match="chat template, which says: no system"):
         supervise([{"role": "system", "content": "hi"}, {"role": "assistant", "content": "hi"}], strict)
     words = tools.tokenizer("CHATML")
@@ -201,7 +203,7 @@ def test_one_sentence_for_what_cannot_be_masked():
 
 
 @pytest.mark.parametrize(
-    ("name", "before", "after"),
+    "name, before, after",
     [
         ("CHATML", "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\n", "<|im_end|>"),
         ("HEADERS", "<s><|head|>user<|/head|>\n\n", "<|eot|>"),

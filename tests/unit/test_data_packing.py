@@ -12,7 +12,7 @@ from distill.data import Batches, Conversation, PreparedData
 from distill.data.conversation import content_key
 from distill.data.datamodule import DataModule
 from distill.data.packing import RowOrder, pack
-from distill.data.prepare import coverage, split_of
+from distill.data.prepared import coverage, split_of
 from distill.errors import UserError
 
 V = 5000
@@ -165,7 +165,7 @@ def test_the_split_stays_when_data_are_added():
     assert (wider | ~few).all(), "a larger share only adds to what is held out"
 
 
-@pytest.mark.parametrize(("n", "validation", "held_out"), [(2, 0.01, 1), (5, 0.0, 0), (1, 0.5, 0), (3, 1.0, 2)])
+@pytest.mark.parametrize("n, validation, held_out", [(2, 0.01, 1), (5, 0.0, 0), (1, 0.5, 0), (3, 1.0, 2)])
 def test_small_data_have_both_splits(n, validation, held_out):
     keys = np.array([content_key(f"s{i}") for i in range(n)])
     assert split_of(keys, validation=validation, seed=0).sum() == held_out
@@ -194,9 +194,7 @@ def test_coverage_is_the_share_of_the_most_frequent():
     counts = np.zeros(3000, dtype=int)
     counts[::2] = np.arange(1500)
     top = np.sort(counts)[::-1]
-    assert coverage(counts) == {
-        str(n): pytest.approx(top[:n].sum() / counts.sum(), abs=1e-6) for n in (1024, 2048)
-    }
+    assert coverage(counts) == {str(n): pytest.approx(top[:n].sum() / counts.sum(), abs=1e-6) for n in (1024, 2048)}
 
 
 def test_unusable_data_are_refused():

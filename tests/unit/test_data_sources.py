@@ -100,7 +100,7 @@ def test_candidates_from_the_middle_are_the_same_ones(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("source", "rows", "sentence"),
+    "source, rows, sentence",
     [
         ("prompts", ['{"prompt": "a"}', '{"prompt": '], "f.jsonl:2 must be one JSON object, got malformed JSON"),
         ("prompts", ['{"prompt": "a"}', "", '{"question": "b"}'], "f.jsonl:3 must hold .* got keys question"),
@@ -113,7 +113,7 @@ def test_candidates_from_the_middle_are_the_same_ones(tmp_path):
         ("chat", ['{"messages": ["a"]}'], "role must be one of"),
         ("chat", ['{"messages": [{"role": "user", "content": 3}]}'], "content must be text, got int"),
         ("chat", ['{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}'], "got parts of another"),
-        ("text", ['{"prompt": "a"}'], "f.jsonl:1 must hold \"text\""),
+        ("text", ['{"prompt": "a"}'], 'f.jsonl:1 must hold "text"'),
     ],
 )
 def test_malformed_input_is_one_sentence_with_the_line(tmp_path, source, rows, sentence):
@@ -225,7 +225,7 @@ def test_a_target_that_writes_no_user_turns_is_given_up_on():
 
 # ----------------------------------------------------------------------------------------------- config
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    "options, sentence",
     [
         ({"path": "x"}, "must be empty for data.source=self"),
         ({"source": "chat"}, "must name a file"),

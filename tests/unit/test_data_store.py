@@ -30,7 +30,11 @@ def written(folder, config=None, answer=None, fingerprint="w0", seed=0):
     """Prepare with a pretended decoder that writes both user turns and answers."""
     target = tools.target(fingerprint=fingerprint)
     return prepare(
-        config or settings(), target, folder, lambda _: None, make_decoder=tools.decoders_of(answer or tools.babble, seed)
+        config or settings(),
+        target,
+        folder,
+        lambda _: None,
+        make_decoder=tools.decoders_of(answer or tools.babble, seed),
     )
 
 
@@ -100,9 +104,10 @@ def cut_at(monkeypatch, moment):
 
 @pytest.mark.parametrize("moment", range(1, 49))
 def test_a_power_cut_at_any_call_loses_and_doubles_nothing(monkeypatch, tmp_path, whole, moment):
-    with monkeypatch.context() as patched, pytest.raises(PowerCut):
+    with monkeypatch.context() as patched:
         cut_at(patched, moment)
-        written(tmp_path)
+        with pytest.raises(PowerCut):
+            written(tmp_path)
     before = read_manifest(tmp_path)
     kept = 0 if before is None else before.conversations
     assert kept % 4 == 0
@@ -116,9 +121,10 @@ def test_a_power_cut_at_any_call_loses_and_doubles_nothing(monkeypatch, tmp_path
 
 def test_two_cuts_in_a_row(monkeypatch, tmp_path, whole):
     for moment in (13, 11, 7):
-        with monkeypatch.context() as patched, pytest.raises(PowerCut):
+        with monkeypatch.context() as patched:
             cut_at(patched, moment)
-            written(tmp_path)
+            with pytest.raises(PowerCut):
+                written(tmp_path)
     assert same(written(tmp_path), whole[0])
 
 
@@ -139,9 +145,10 @@ def test_duplicates_of_dropped_prompts_stay_duplicates_after_a_cut(monkeypatch, 
     assert min(counts["duplicate"], counts["too_short"]) > 2, "for this test to mean anything"
     for moment in (6, 14, 22):
         folder = tmp_path / str(moment)
-        with monkeypatch.context() as patched, pytest.raises(PowerCut):
+        with monkeypatch.context() as patched:
             cut_at(patched, moment)
-            written(folder, config, narrow)
+            with pytest.raises(PowerCut):
+                written(folder, config, narrow)
         resumed = written(folder, config, narrow)
         assert same(resumed, reference)
         assert resumed.stats["left_out"] == counts
@@ -237,7 +244,7 @@ def test_a_run_whose_time_is_up_goes_on_only_with_more_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "named"),
+    "options, named",
     [
         ({"temperature": 0.9}, "temperature was 0.8, is now 0.9"),
         ({"seed": 1, "max_answer_tokens": 99}, "max_answer_tokens was 256, is now 99; .*seed was 0, is now 1"),
@@ -317,9 +324,10 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(monkeypatch
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(handle, data)
 
-    with monkeypatch.context() as patched, pytest.raises(UserError, match="disk must have room for .* free some"):
+    with monkeypatch.context() as patched:
         patched.setattr(store_module.os, "write", full)
-        written(tmp_path)
+        with pytest.raises(UserError, match="disk must have room for .* free some"):
+            written(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []
     assert same(written(tmp_path), whole[0])
 

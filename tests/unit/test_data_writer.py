@@ -87,7 +87,7 @@ def test_the_share_of_greedy_answers_is_chosen_by_number_and_seed():
 
 
 @pytest.mark.parametrize(
-    ("ids", "expected"),
+    "ids, expected",
     [
         ([7] * 20, True),
         ([1, 2, 3] * 8, True),

@@ -43,9 +43,7 @@ def setting(*, pruned=True, steps=K, dtype=torch.float64, seed=0, length=L, head
     head = head or nn.Linear(D, W if pruned else V, bias=False).to(dtype)
     hiddens = [torch.randn(B, length, D, dtype=torch.float64).to(dtype).requires_grad_() for _ in range(steps)]
     predictions = [
-        StepPrediction(
-            hidden_BLD=hidden, head=head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=0.7**k
-        )
+        StepPrediction(hidden_BLD=hidden, head=head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=0.7**k)
         for k, hidden in enumerate(hiddens)
     ]
     return SimpleNamespace(
@@ -429,9 +427,7 @@ def test_head_of_several_parameters():
     s = setting(head=TwoLayers(W))
     learned = [p for p in s.head.parameters() if p.requires_grad]
     want, got = reference(s, "ce")[0], run(s).loss
-    for ours, theirs in zip(
-        torch.autograd.grad(got, learned), torch.autograd.grad(want, learned), strict=True
-    ):
+    for ours, theirs in zip(torch.autograd.grad(got, learned), torch.autograd.grad(want, learned), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
     run(s).loss.backward()
     assert s.head.second.weight.grad is None
@@ -484,6 +480,26 @@ def test_under_autocast():
     for ours, theirs in zip(gradients(s, loss), exact, strict=True):
         assert ours.dtype == torch.float32
         assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm())
+
+
+def test_the_teacher_keeps_its_precision_under_autocast():
+    """What the target would choose must not depend on the precision the drafter trains in.
+
+    Rounded to bf16, close logits tie or swap, so hits, misses and positions without loss would differ from decoding.
+    """
+    s = setting(dtype=torch.float32, seed=2)
+    s.target.weight, s.output.last_BLD.data = s.target.weight.float(), s.output.last_BLD.float()
+    seen = []
+
+    def logits(hidden):
+        out = hidden @ s.target.weight.T
+        seen.append(out.dtype)
+        return out
+
+    s.target.logits = logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(s)
+    assert set(seen) == {torch.float32}
 
 
 # -- feature regression

@@ -16,9 +16,7 @@ SECOND = second_constant()
 
 
 def draw(seed, request, positions, vocab):
-    return gumbel(
-        seed=seed, request_B=torch.tensor([request]), position_BP=torch.tensor([positions]), vocab=vocab
-    )[0]
+    return gumbel(seed=seed, request_B=torch.tensor([request]), position_BP=torch.tensor([positions]), vocab=vocab)[0]
 
 
 # -- warp
@@ -113,6 +111,8 @@ def test_temperature_near_zero_is_greedy():
         {"top_p": 1.5},
         {"top_p": math.nan},
         {"top_p": -0.5},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
     ],
 )
 def test_impossible_settings(bad):
@@ -130,7 +130,16 @@ def test_hash_is_a_published_one():
 
 
 def test_finaliser_against_integers():
-    values = [0, 1, 2, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, 0xDEADBEEF, *np.random.default_rng(0).integers(0, 2**32, 500)]
+    values = [
+        0,
+        1,
+        2,
+        0x7FFFFFFF,
+        0x80000000,
+        0xFFFFFFFF,
+        0xDEADBEEF,
+        *np.random.default_rng(0).integers(0, 2**32, 500),
+    ]
     signed = torch.tensor([int(v) - (1 << 32) if v >= 1 << 31 else int(v) for v in values], dtype=torch.int32)
     got = [int(x) & 0xFFFFFFFF for x in _mix32(signed)]
     assert got == [finalise32(int(v), SECOND) for v in values]
@@ -142,9 +151,7 @@ def test_finaliser_against_integers():
 def test_noise_against_integers(seed, request_id):
     positions = [0, 1, 5, 1000, 2**31 - 1]
     got = draw(seed, request_id, positions, 11)
-    want = [
-        [gumbel_of_bits(hash_bits(seed, request_id, p, t, second=SECOND)) for t in range(11)] for p in positions
-    ]
+    want = [[gumbel_of_bits(hash_bits(seed, request_id, p, t, second=SECOND)) for t in range(11)] for p in positions]
     torch.testing.assert_close(got.double(), torch.tensor(want, dtype=torch.float64), rtol=3e-6, atol=3e-6)
     assert torch.equal(got, noise(seed, request_id, positions, 11, second=SECOND))
 
@@ -175,7 +182,13 @@ def test_noise_depends_on_its_key_alone(vocab):
 
 def test_noise_differs_with_each_part_of_the_key():
     base = draw(3, 4, [9], 50)[0]
-    for other in (draw(4, 4, [9], 50), draw(3, 5, [9], 50), draw(3, 4, [10], 50), draw(4, 3, [9], 50), draw(3, 9, [4], 50)):
+    for other in (
+        draw(4, 4, [9], 50),
+        draw(3, 5, [9], 50),
+        draw(3, 4, [10], 50),
+        draw(4, 3, [9], 50),
+        draw(3, 9, [4], 50),
+    ):
         assert float((other[0] == base).double().mean()) < 0.05
 
 

@@ -97,7 +97,10 @@ def test_geometry_equals_brute_force(seed):
     generator = torch.Generator().manual_seed(seed)
     n = 12
     parents = torch.stack(
-        [torch.tensor([0, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, n))]) for _ in range(4)]
+        [
+            torch.tensor([0, *(int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, n))])
+            for _ in range(4)
+        ]
     )
     ancestors, depths = geometry(parents, n - 1)
     for b in range(4):
@@ -295,7 +298,7 @@ def test_make_plan():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    "make, message",
     [
         (lambda: Chain(0), "tree.length must be >= 1"),
         (lambda: Chain(-2), "tree.length must be >= 1"),

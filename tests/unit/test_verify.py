@@ -27,7 +27,9 @@ def random_tree(generator, n: int, vocab: int):
         while True:
             parent = int(torch.randint(0, i, (1,), generator=generator))
             token = int(torch.randint(-1, vocab, (1,), generator=generator))
-            if token == -1 or all(not (p == parent and t == token) for p, t in zip(parents[1:], tokens[1:], strict=True)):
+            if token == -1 or all(
+                not (p == parent and t == token) for p, t in zip(parents[1:], tokens[1:], strict=True)
+            ):
                 break
         parents.append(parent)
         tokens.append(token)
@@ -80,7 +82,9 @@ def test_root_alone():
 
 def test_the_root_token_itself_is_never_compared():
     """The root was committed already; that the target would not repeat it says nothing."""
-    tree = DraftTree(tokens_BN=torch.tensor([[5, 5]]), parents_BN=torch.tensor([[0, 0]]), max_depth=1, candidates="topk")
+    tree = DraftTree(
+        tokens_BN=torch.tensor([[5, 5]]), parents_BN=torch.tensor([[0, 0]]), max_depth=1, candidates="topk"
+    )
     assert match(tree, torch.tensor([[5, 1]])).n_B.tolist() == [2]
     assert match(tree, torch.tensor([[6, 5]])).n_B.tolist() == [1]
 
