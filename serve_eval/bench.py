@@ -29,9 +29,9 @@ from serve_eval import report, stats
 from serve_eval.arms import Arm, DecoderArm, PeakMemory, TransformersArm
 from serve_eval.checkpoint import Pair, auto_target, load_pair
 from serve_eval.command import repeat
-from serve_eval.cost import WIDTHS, CostReport, predict, read_costs, round_costs, verify_curve, write_costs
+from serve_eval.cost import WIDTHS, CostReport, predict, round_costs, verify_curve, write_costs
 from serve_eval.journal import Journal
-from serve_eval.measure import Conditions, check_length, encode, measure_prompt, opening
+from serve_eval.measure import Conditions, check_fits, encode, measure_prompt, opening
 from serve_eval.progress import meter
 from serve_eval.prompts import Prompt, alternate, load_prompts
 from serve_eval.rows import COSTS, RECORDS, RESULTS, Record, Row, write_jsonl
@@ -39,7 +39,7 @@ from serve_eval.summary import print_summary
 
 JOURNAL = "records.part.jsonl"
 WARMUP_TOKENS = 16
-COST_PROMPTS, COST_TOKENS = 3, 48
+COST_PROMPTS, COST_TOKENS = 3, 32
 
 
 @dataclass(kw_only=True)
@@ -52,7 +52,7 @@ class Config:
     )
     prompts: list[str] = opt(["mtbench"], "prompt sets: mtbench, humaneval, or JSON-lines files")
     limit: int | None = opt(None, "prompts per set, spread evenly over its categories; null takes all")
-    max_minutes: float | None = opt(None, "start no further prompt after this time; categories take turns till then")
+    max_minutes: float | None = opt(None, "time for the prompts; no further one is begun that would not fit")
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
     trees: list[PlanConfig] = opt([], "further plans, each an arm of its own, e.g. [{name:chain,length:3}]")
     verifier: str = opt("match", "verification rule: match")
@@ -128,13 +128,16 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
         if config.hf:
             arms.append(TransformersArm(pair.target, sampling=config.sampling()))
         records = _measure(config, pair.target, prompts, arms, out)
-        if config.cost and config.max_new_tokens > 1:
-            write_costs(out / COSTS, _costs(config, pair.target, prompts, decoders, records))
+        with_costs = config.cost and config.max_new_tokens > 1
+        costs = _costs(config, pair.target, prompts, decoders, records) if with_costs else None
         rows = make_rows(records, arms, verifier=config.verifier, seed=config.seed, common=_common(config, pair))
+    if costs is not None:
+        write_costs(out / COSTS, costs)
+    else:  # an earlier benchmark's costs do not belong to these results
+        (out / COSTS).unlink(missing_ok=True)
     write_jsonl(out / RECORDS, records)
     write_jsonl(out / RESULTS, rows)  # last: its presence means the benchmark is complete
     (out / JOURNAL).unlink(missing_ok=True)
-    costs = read_costs(out / COSTS)
     if config.report:
         report.run(report.Config(results=str(out), run=config.checkpoint))
     if not quiet:
@@ -169,7 +172,7 @@ def _measure(config: Config, target: Target, prompts: Sequence[Prompt], arms: Se
     """Measure every prompt that the journal does not hold yet."""
     conditions = config.conditions()
     for prompt in prompts:  # refuse before anything is measured or written
-        check_length(target, prompt, encode(target, opening(prompt), chat=config.chat), conditions)
+        check_fits(target, prompt, conditions)
     journal = Journal(
         out / JOURNAL,
         settings=_settings_key(config, prompts),
@@ -186,7 +189,8 @@ def _measure(config: Config, target: Target, prompts: Sequence[Prompt], arms: Se
         for index, prompt in enumerate(alternate(prompts)):
             seen[prompt.set] = seen.get(prompt.set, 0) + 1
             if (prompt.set, prompt.id) not in journal.done:
-                if journal.done and time.monotonic() - start > limit:
+                # The next prompt will take about as long as those before.
+                if index and (time.monotonic() - start) * (index + 1) / index > limit:
                     break
                 shown = seen[prompt.set] <= config.viewer
                 journal.add(measure_prompt(target, prompt, arms, conditions, index=index, memory=memory, shown=shown))
@@ -300,5 +304,6 @@ def _figures(arm: Arm, by_arm: dict[str, list[Record]], seed: int) -> dict[str, 
         "tokens_per_s": stats.tokens_per_s(own),
         "ttft_s": stats.ttft(own),
         "match_rate": stats.match_rate(own),
+        "tie_rate": stats.tie_rate(own),
         "peak_memory_bytes": max((r.peak_memory_bytes for r in own if r.peak_memory_bytes is not None), default=None),
     }

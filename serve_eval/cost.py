@@ -97,7 +97,7 @@ class CostReport:
 
 @torch.inference_mode()
 def verify_curve(
-    target: Target, *, context: int = 256, rounds: int = 9, widths: Sequence[int] = WIDTHS, seed: int = 0
+    target: Target, *, context: int = 256, rounds: int = 7, widths: Sequence[int] = WIDTHS, seed: int = 0
 ) -> VerifyCurve:
     """Measure v(T), every width interleaved with T = 1 so that drift cancels.
 

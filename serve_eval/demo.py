@@ -31,20 +31,17 @@ from serve_eval.progress import clock
 from serve_eval.rows import COSTS, REPORT, RESULTS, Row, read_rows
 from serve_eval.summary import print_summary
 
-TARGET_S, REPORT_S, UNKNOWN_S = 60.0, 5.0, 120.0
-"""Rough times of the stages without a budget, for the time left."""
+TARGET_S, REPORT_S, COSTS_S, UNKNOWN_S = 60.0, 5.0, 30.0, 120.0
+"""Rough times of what has no budget, for the time left."""
+
+
+PLANS = (PlanConfig(name="chain", length=3), PlanConfig(name="dynamic", top_k=3, depth=3, total=8))
+"""Measured where ``bench.trees`` names none: small proposals, since a pass over many tokens is dear on a CPU."""
 
 
 def default_bench() -> BenchConfig:
-    """Held-out MT-bench, one prompt per category and more while time lasts; two shapes of proposals."""
-    return BenchConfig(
-        limit=24,
-        max_new_tokens=96,
-        repeats=1,
-        warmup=1,
-        tree=PlanConfig(name="chain", length=3),
-        trees=[PlanConfig(name="dynamic", top_k=3, depth=3, total=8)],
-    )
+    """Held-out MT-bench, one prompt per category and more while time lasts."""
+    return BenchConfig(limit=24, max_new_tokens=96, repeats=1, warmup=1)
 
 
 @dataclass(kw_only=True)
@@ -108,8 +105,11 @@ def build_stages(config: Config, folder: Path) -> list[Stage]:
     """Return the stages in order; nothing is loaded yet."""
     settings = training_config(config, folder)
     data = Path(settings.data.folder or folder / "data")
+    tree, *trees = [config.bench.tree, *config.bench.trees] if config.bench.trees else PLANS
     measured = replace(
         config.bench,
+        tree=tree,
+        trees=trees,
         checkpoint=str(folder),
         target=replace(settings.target),
         out=str(folder),
@@ -151,7 +151,7 @@ def build_stages(config: Config, folder: Path) -> list[Stage]:
         Stage(
             name="evaluate",
             what="decode held-out prompts with and without the drafter",
-            planned_s=_seconds(measured.max_minutes),
+            planned_s=_seconds(measured.max_minutes) + COSTS_S,
             done=(folder / RESULTS).is_file,
             run=evaluate,
         ),

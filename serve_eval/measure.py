@@ -55,7 +55,6 @@ def measure_prompt(
         if turn:
             messages.append({"role": "user", "content": question})
         ids = encode(target, messages, chat=conditions.chat)
-        check_length(target, prompt, ids, conditions)
         request_id = index * TURN_STRIDE + turn
         runs: dict[str, list[ArmRun]] = {arm.name: [] for arm in arms}
         peaks: dict[str, list[int]] = {arm.name: [] for arm in arms}
@@ -119,6 +118,7 @@ def _compare(
     at = next((i for i, (ours, theirs) in pairs if ours != theirs), min(len(record.ids), len(base)))
     record.first_difference = at
     judged = recompute(target, prompt, base[: at + 1], sampling=sampling, request_id=request_id)
+    record.difference_tie = at < len(judged.gaps) and judged.gaps[at] <= judged.tie_gaps[at]
     # One output a prefix of the other, or a single token left by the filters: there is no gap to speak of.
     if at < len(judged.gaps) and judged.gaps[at] < float("inf"):
         record.difference_gap = judged.gaps[at]
@@ -142,17 +142,22 @@ def encode(target: Target, messages: Sequence[Message], *, chat: bool) -> list[i
     return list(target.tokenizer("\n".join(m["content"] for m in messages))["input_ids"])
 
 
-def check_length(target: Target, prompt: Prompt, ids: list[int], conditions: Conditions) -> None:
-    """Refuse a prompt that cannot be answered in full.
+def check_fits(target: Target, prompt: Prompt, conditions: Conditions) -> None:
+    """Refuse a prompt whose turns could not all be answered in full, before anything is measured.
 
     Raises:
         UserError: naming the prompt.
     """
+    messages = opening(prompt)
+    for question in prompt.turns[1:]:
+        messages += [{"role": "assistant", "content": "."}, {"role": "user", "content": question}]
+    length = len(encode(target, messages, chat=conditions.chat))
+    answers = len(prompt.turns) * conditions.max_new_tokens
     limit = target.info.max_positions
-    if len(ids) + conditions.max_new_tokens > limit:
+    if length + answers > limit:
         raise UserError(
-            f"prompt {prompt.id!r} of {prompt.set} must fit the model's {limit} positions, got {len(ids)} tokens plus "
-            f"max_new_tokens={conditions.max_new_tokens}; lower max_new_tokens or shorten the prompt"
+            f"prompt {prompt.id!r} of {prompt.set} must fit the model's {limit} positions, got {length} tokens plus "
+            f"{answers} for its answers; lower max_new_tokens or shorten the prompt"
         )
     if len(prompt.turns) > TURN_STRIDE:
         raise UserError(

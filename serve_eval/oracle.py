@@ -15,14 +15,23 @@ from distill.target import Target
 
 TIE_GAP = 1e-4
 """Below this distance between the two best scores, fp32 rounding may pick either: a tie, not a fault."""
+TIE_STEPS = 4
+"""The same in coarser types: so many rounding steps of the logits' own precision (bf16: 1/8 each from 16 to 32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The target's own token at every position of a continuation, and its lead over the runner-up there."""
+    """The target's own token at every position of a continuation.
+
+    Attributes:
+        ids: the tokens.
+        gaps: each one's lead over the runner-up, after temperature, filters and noise.
+        tie_gaps: lead below which rounding may pick either, given the model's precision.
+    """
 
     ids: list[int]
     gaps: list[float]
+    tie_gaps: list[float]
 
     def first_difference(self, ids: list[int]) -> int | None:
         """Index of the first id that is not the target's own, or None."""
@@ -41,13 +50,15 @@ def recompute(target: Target, prompt: list[int], ids: list[int], *, sampling: Sa
         request_id: key of the noise.
     """
     if not ids:
-        return Choices(ids=[], gaps=[])
+        return Choices(ids=[], gaps=[], tie_gaps=[])
     ids_1L = torch.tensor([prompt + ids], device=target.device)
     mask_1L = torch.ones_like(ids_1L)
     # Row j of what is kept speaks about the token after it; the last row speaks about a token not produced yet.
     logits_LV = target.model(
         input_ids=ids_1L, attention_mask=mask_1L, use_cache=False, logits_to_keep=len(ids) + 1
     ).logits[0, :-1]
+    # Distance to the next number of the logits' type, at the largest logit.
+    step_L = 2.0 ** logits_LV.double().abs().amax(-1).log2().floor() * torch.finfo(logits_LV.dtype).eps
     scores_LV = logits_LV if logits_LV.dtype == torch.float64 else logits_LV.float()
     if not sampling.greedy:
         position_1L = torch.arange(len(prompt), len(prompt) + len(ids), device=target.device)[None]
@@ -57,4 +68,5 @@ def recompute(target: Target, prompt: list[int], ids: list[int], *, sampling: Sa
         scores_LV = warp(scores_LV, sampling) + noise_1LV[0]
     top_L2 = scores_LV.topk(2, dim=-1)
     gaps_L = top_L2.values[:, 0] - top_L2.values[:, 1]
-    return Choices(ids=top_L2.indices[:, 0].tolist(), gaps=gaps_L.tolist())
+    tie_gaps_L = (TIE_STEPS * step_L / (sampling.temperature or 1.0)).clamp(min=TIE_GAP)
+    return Choices(ids=top_L2.indices[:, 0].tolist(), gaps=gaps_L.tolist(), tie_gaps=tie_gaps_L.tolist())

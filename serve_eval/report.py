@@ -70,7 +70,7 @@ def render(
         lstrip_blocks=True,
     )
     environment.filters |= {"x": _times, "f2": lambda v: _plain(v, ".2f"), "f1": lambda v: _plain(v, ".1f")}
-    environment.filters |= {"pct": _percent, "ms": _ms, "mb": _mb}
+    environment.filters |= {"pct": _percent, "ms": _ms, "mb": _mb, "short": _short}
     whole = [row for row in rows if row.category == "all"]
     arms = list(dict.fromkeys(row.arm for row in rows))
     colours = {arm: i % plots.N_COLOURS for i, arm in enumerate(a for a in arms if a not in ("ar", "hf"))}
@@ -276,7 +276,14 @@ def _times(value: float | None) -> str:
 
 
 def _ms(value: float | None) -> str:
-    return "–" if value is None else f"{value * 1000:.1f} ms" if value < 1 else f"{value:.2f} s"
+    if value is None:
+        return "–"
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.{0 if value >= 0.01 else 1}f} ms"
+
+
+def _short(name: str) -> str:
+    """The last part of a local path; other names as they are."""
+    return Path(name).name if name.startswith((".", "/", "~")) else name
 
 
 def _mb(value: int | None) -> str:

@@ -86,9 +86,9 @@ class _Canvas:
             f'class="{css}"><title>{escape(title)}</title></rect>'
         )
 
-    def dot(self, x: float, y: float, css: str, title: str) -> None:
+    def dot(self, x: float, y: float, css: str, title: str, radius: float = 4.5) -> None:
         self.parts.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4.5" class="{css}"><title>{escape(title)}</title></circle>'
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius}" class="{css}"><title>{escape(title)}</title></circle>'
         )
 
     def y_axis(self, ticks: Sequence[float], label: str, *, percent: bool = False) -> None:
@@ -151,7 +151,7 @@ def lines(
     reference: float | None = None,
     height: int = 250,
 ) -> str:
-    """Draw ``series`` as lines, with dots when there are few, and ``points`` as dots with their names beside them.
+    """Draw ``series`` as lines, with dots when there are few, and ``points`` as loose dots.
 
     ``log_x`` places x by its logarithm to base 2; ``reference`` is the y of a dashed line; ``description`` is for
     readers who cannot see the plot.
@@ -176,10 +176,13 @@ def lines(
                 canvas.dot(canvas.x(place(x)), canvas.y(y), f"f{one.colour}", f"{one.name}: {number(x)}, {number(y)}")
     for one in points:
         for x, y in zip(one.x, one.y, strict=True):
-            at = canvas.x(place(x))
-            canvas.dot(at, canvas.y(y), f"f{one.colour} ring", f"{one.name}: {number(x)}, {number(y)}")
-            right = at < WIDTH * 0.6
-            canvas.text(at + (9 if right else -9), canvas.y(y) + 4.5, one.name, anchor="start" if right else "end")
+            canvas.dot(
+                canvas.x(place(x)),
+                canvas.y(y),
+                f"f{one.colour} ring",
+                f"{one.name}: {number(x)}, {number(y)}",
+                radius=6,
+            )
     own = sorted({x for s in series for x in s.x})
     shown = [x for x in own if math.log2(x).is_integer()] if log_x else nice_ticks(min(xs), max(xs), 6)
     canvas.x_axis([(place(x), number(x)) for x in shown if min(xs) <= place(x) <= max(xs)], x_label)

@@ -38,6 +38,7 @@ class Row:
         speedup_vs_hf: ratio of total decode speeds to ``hf``; None when that arm was not run.
         tokens_per_s: decode-only speed.
         match_rate: share of turns whose ids equal those of ``ar``; None where sampling differs by design.
+        tie_rate: share of turns that differ, and first do so where rounding may pick either token.
         peak_memory_bytes: most memory in use above the loaded weights; None where it cannot be measured.
     """
 
@@ -70,6 +71,7 @@ class Row:
     tokens_per_s: float | None
     ttft_s: float
     match_rate: float | None
+    tie_rate: float | None
     peak_memory_bytes: int | None
     settings: dict[str, Any] = field(default_factory=dict)
     provenance: dict[str, Any] = field(default_factory=dict)
@@ -85,7 +87,8 @@ class Record:
             depth that was offered. The first of ``ids`` comes from the prefill and belongs to no pass.
         ttft_s, decode_s: seconds, one entry per repeat.
         first_difference: index of the first id that differs from ``ar``; None when all agree or none is due.
-        difference_gap: distance between the target's two best scores there: a tie when tiny.
+        difference_gap: distance between the target's two best scores there.
+        difference_tie: whether that is so little that rounding decides.
         pieces: text of every id, only where the report shows the decode.
     """
 
@@ -106,6 +109,7 @@ class Record:
     matches: bool | None = None
     first_difference: int | None = None
     difference_gap: float | None = None
+    difference_tie: bool | None = None
     question: str = ""
     pieces: list[str] | None = None
 

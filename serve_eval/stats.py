@@ -147,6 +147,12 @@ def match_rate(records: Sequence[Record]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
+def tie_rate(records: Sequence[Record]) -> float | None:
+    """Share of turns that differ from ``ar`` and first do so at a tie; with ``match_rate`` it should come to 1."""
+    known = [r.difference_tie is True for r in records if r.matches is not None]
+    return sum(known) / len(known) if known else None
+
+
 def ttft(records: Sequence[Record]) -> float:
     """Median time to the first token over turns (each the median of its repeats)."""
     return median(median(r.ttft_s) for r in records)

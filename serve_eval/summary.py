@@ -19,6 +19,9 @@ def print_summary(
     whole = [row for row in rows if row.category == "all"]
     for name in dict.fromkeys(row.prompts for row in whole):
         console.print(_table([row for row in whole if row.prompts == name]))
+    if any(row.tie_rate for row in whole):
+        dtype = whole[0].settings["dtype"]
+        console.print(f"equal: same tokens as ar; +: first differs where two {dtype} scores tie\n", style="dim")
     if costs is not None:
         console.print(_cost_table(costs))
     for name in (RESULTS, REPORT):
@@ -47,7 +50,7 @@ def _table(rows: Sequence[Row]) -> Table:
             "1" if plain else _fixed(row.speedup_total, ".2f") + interval,
             "1" if plain else _fixed(row.speedup_median, ".2f"),
             _fixed(row.speedup_vs_hf, ".2f"),
-            "" if plain else _fixed(row.match_rate, ".0%"),
+            "" if plain else _fixed(row.match_rate, ".0%") + (f" +{row.tie_rate:.0%}" if row.tie_rate else ""),
             f"{row.ttft_s * 1000:.0f} ms",
             style="bold" if row is best else None,
         )

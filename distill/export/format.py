@@ -75,9 +75,9 @@ def save_drafter(
         fresh.mkdir(parents=True)
         save_file(tensors, fresh / WEIGHTS)
         config = _describe(drafter) | {"weights_sha256": sha256(fresh / WEIGHTS)}
-        (fresh / CONFIG).write_text(to_json(config))
-        (fresh / PROVENANCE).write_text(to_json(record))
-        (fresh / CARD).write_text(render(config, record))
+        (fresh / CONFIG).write_text(to_json(config), encoding="utf-8")
+        (fresh / PROVENANCE).write_text(to_json(record), encoding="utf-8")
+        (fresh / CARD).write_text(render(config, record), encoding="utf-8")
         for path in fresh.iterdir():
             sync(path)
         swap_folder(fresh, folder)
@@ -316,6 +316,6 @@ def _is_export(folder: Path) -> bool:
     if not path.is_file():
         return False
     try:
-        return json.loads(path.read_text()).get("format") == FORMAT
+        return json.loads(path.read_text(encoding="utf-8")).get("format") == FORMAT
     except (ValueError, OSError, AttributeError):
         return (folder / WEIGHTS).is_file() and (folder / PROVENANCE).is_file()

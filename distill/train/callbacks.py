@@ -13,14 +13,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from distill.metrics import accept_by_depth, tau
 from distill.train.config import EvalConfig
@@ -169,20 +162,15 @@ class ProgressBar(AfterStep):
         self.first = trainer.global_step
         if not trainer.is_global_zero or not console.is_terminal:
             return
-        columns = (
-            TextColumn("training"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
+        columns = (BarColumn(bar_width=16), MofNCompleteColumn(), TimeRemainingColumn())
         self.bar = Progress(*columns, TextColumn("{task.fields[figures]}"), console=console)
         self.task = self.bar.add_task("", total=self.plan.max_steps, completed=self.first, figures="")
         self.bar.start()
 
     def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         """Show where training stands."""
-        figures = "  ".join(f"{label} {module.metrics[name]:.4g}" for name, label in SHOWN if name in module.metrics)
+        shown = SHOWN if self.bar is None else SHOWN[:4]  # what fits beside a bar in 80 columns
+        figures = "  ".join(f"{label} {module.metrics[name]:.4g}" for name, label in shown if name in module.metrics)
         now = time.monotonic()
         if self.bar is not None:
             self.bar.update(self.task, completed=step, figures=figures)
@@ -204,7 +192,7 @@ class ProgressBar(AfterStep):
 SHOWN = (
     ("train/loss", "loss"),
     ("train/tau", "tau"),
-    ("val/tau", "val tau"),
+    ("val/tau", "val"),
     ("decode/tau", "decoded"),
     ("speed/tokens_per_s", "tok/s"),
 )

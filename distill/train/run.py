@@ -94,7 +94,7 @@ def run(config: TrainConfig) -> RunResult:
         max_len=config.data.max_len,
         batch_size=config.trainer.batch_size,
         accumulate=config.trainer.accumulate,
-        seed=config.seed,
+        seed=config.data.seed,
     )
     prompts = held_out_prompts(config, target, data)
     plan = frozen_plan(config, folder, drafter, datamodule, prompts)

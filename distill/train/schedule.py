@@ -18,7 +18,10 @@ from distill.errors import UserError
 from distill.export.files import write_atomic
 
 VALIDATIONS, DECODES = 10, 4
-"""How often a run validates and decodes when the config leaves it open."""
+"""How often a run validates and decodes at most when the config leaves it open."""
+
+SHARE = 0.1
+"""Part of ``max_time`` that validations, and as much again that decodes, may take when the config leaves it open."""
 
 
 @dataclass(kw_only=True)
@@ -124,7 +127,7 @@ def make_plan(
         max_steps: upper limit, None without one.
         max_seconds: time for training, validation, checkpoints and decoding together; None without a limit.
         every: steps between two of ``val``, ``checkpoint`` and ``decode``; None spreads a fixed number over the run
-            (checkpoints go with validations).
+            (checkpoints go with validations), fewer where they would take more than ``SHARE`` of the time.
         seconds: measured cost of one ``step``, ``val``, ``checkpoint`` and ``decode``.
 
     Raises:
@@ -133,11 +136,15 @@ def make_plan(
     every = {**every, "checkpoint": every["checkpoint"] or every["val"]}
     times = {"val": VALIDATIONS, "checkpoint": VALIDATIONS, "decode": DECODES}
     if max_seconds is not None:
-        # Given intervals cost per step; open ones happen a fixed number of times; each happens once more at the end.
+        checks = {"val": seconds["val"] + seconds["checkpoint"], "decode": seconds["decode"]}
+        checks["checkpoint"] = checks["val"]
+        for name, cost in checks.items():
+            times[name] = max(1, min(times[name], int(SHARE * max_seconds / max(cost, 1e-9))))
+        # Open intervals happen that often, the last time at the end; given ones cost per step, and once at the end.
         per_step, fixed = seconds["step"], 0.0
         for name, interval in every.items():
             per_step += seconds[name] / interval if interval else 0.0
-            fixed += seconds[name] * (1 if interval else 1 + times[name])
+            fixed += seconds[name] * (1 if interval else times[name])
         steps = int((max_seconds - fixed) / per_step)
         if steps < 1:
             raise UserError(
@@ -146,11 +153,11 @@ def make_plan(
             )
         max_steps = steps if max_steps is None else min(steps, max_steps)
     assert max_steps is not None, "a limit of steps or of time"
-    val_every = every["val"] or math.ceil(max_steps / VALIDATIONS)
+    val_every = every["val"] or math.ceil(max_steps / times["val"])
     return Plan(
         max_steps=max_steps,
         val_every=val_every,
         checkpoint_every=every["checkpoint"] or val_every,
-        decode_every=every["decode"] or math.ceil(max_steps / DECODES),
+        decode_every=every["decode"] or math.ceil(max_steps / times["decode"]),
         seconds=dict(seconds),
     )

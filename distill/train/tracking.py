@@ -7,6 +7,7 @@ network) says so once and falls silent; training goes on.
 import csv
 import io
 import json
+import os
 import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -103,14 +104,16 @@ class CsvTracker(Tracker):
     def _open(self, folder: Path, from_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self.metrics.is_file():
-            with self.metrics.open(newline="") as file:
+            with self.metrics.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 kept = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= from_step]
             self.rows = [{k: v for k, v in row.items() if k and v} | {"step": int(row["step"])} for row in kept]
             self.columns = list(dict.fromkeys(["step", *(key for row in self.rows for key in row)]))
             self._rewrite()
         if self.samples.is_file():
-            kept_lines = [line for line in self.samples.read_text().splitlines() if _step(line) <= from_step]
+            kept_lines = [
+                line for line in self.samples.read_text(encoding="utf-8").split("\n")[:-1] if _step(line) <= from_step
+            ]
             write_atomic(self.samples, "".join(f"{line}\n" for line in kept_lines))
 
     @_forgiving
@@ -124,13 +127,13 @@ class CsvTracker(Tracker):
             self.columns += new
             self._rewrite()
         else:
-            with self.metrics.open("a", newline="") as file:
+            with self.metrics.open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.columns).writerow(row)
 
     @_forgiving
     def log_samples(self, samples: Sequence[Sample], step: int) -> None:
         """Add one line per sample."""
-        with self.samples.open("a") as file:
+        with self.samples.open("a", encoding="utf-8") as file:
             for sample in samples:
                 file.write(json.dumps({"step": step, **vars(sample)}, ensure_ascii=False) + "\n")
 
@@ -168,7 +171,10 @@ class WandbTracker(Tracker):
 
     @_forgiving
     def _open(self, config: TrackingConfig, run_dir: Path, say: Callable[[str], None]) -> None:
-        offline = config.offline or not self.wandb.login(prompt=False, verify=False)
+        mode: Any = os.environ.get("WANDB_MODE")
+        if mode is None:
+            online = not config.offline and self.wandb.login(prompt=False, verify=False)
+            mode = "online" if online else "offline"
         logs = run_dir / "logs"
         logs.mkdir(parents=True, exist_ok=True)
         id_file = logs / "wandb_id"
@@ -182,14 +188,17 @@ class WandbTracker(Tracker):
             "dir": str(logs),
             "settings": self.wandb.Settings(console="off", silent=True, init_timeout=30),
         }
-        try:
-            if not offline:
+        if mode == "online":
+            try:
                 self.run = self.wandb.init(mode="online", resume="allow", **options)
                 return
-        except self.failures as error:
-            say(f"wandb cannot be reached ({error})")
-        self.run = self.wandb.init(mode="offline", **options)
-        say(f"wandb logs offline to {logs}; upload later with: wandb sync {self.run.dir.removesuffix('/files')}")
+            except self.failures as error:
+                say(f"wandb cannot be reached ({error})")
+                mode = "offline"
+        self.run = self.wandb.init(mode=mode, **options)
+        if mode == "offline":
+            where = self.run.dir.removesuffix("/files")
+            say(f"wandb logs offline to {logs}; upload later with: wandb sync {where}")
 
     @_forgiving
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:

@@ -188,6 +188,7 @@ def test_a_differing_output_is_reported_with_the_targets_lead(target):
     assert [r.matches for r in records] == [True, False]
     assert records[1].first_difference == 3
     assert records[1].difference_gap > 1e-4
+    assert records[1].difference_tie is False
 
 
 def test_sampled_transformers_output_is_not_expected_to_match(target):
@@ -279,7 +280,10 @@ def test_the_time_limit_stops_after_the_prompt_it_passes(checkpoint, tmp_path):
         ({"checkpoint": None}, "checkpoint must be"),
         ({"checkpoint": "nowhere"}, "nowhere, which does not exist"),
         ({"limit": 0}, "limit must be"),
-        ({"max_new_tokens": 4000}, r"prompt '1' of p must fit the model's 2048 positions, got \d+ tokens plus"),
+        (
+            {"max_new_tokens": 4000},
+            r"prompt '1' of p must fit the model's 2048 positions, got \d+ tokens plus 4000 for",
+        ),
         ({"trees": [PlanConfig(name="chain", length=2)]}, "got chain-2 twice"),
         ({"verifier": "metch"}, "Did you mean 'match'"),
     ],

@@ -41,7 +41,7 @@ def calls(monkeypatch):
         (export / "config.json").write_text("{}")
 
     def bench(config, *, quiet):
-        log.append(("evaluate", config.max_minutes, config.checkpoint))
+        log.append(("evaluate", config.max_minutes, config.checkpoint, [t.name for t in (config.tree, *config.trees)]))
         rows = [row("ar", "ar", 1.0), row("chain-3", "spec", 1.9)]
         write_jsonl(Path(config.out) / "results.jsonl", rows)
         return BenchResult(rows=rows, records=[], costs=None, out=Path(config.out))
@@ -74,10 +74,10 @@ def test_stages_run_in_order_with_their_budgets(tmp_path, calls):
     assert list(dict.fromkeys(names)) == ["target", "data", "train", "evaluate", "card", "report"]
     assert ("data", 2.0) in calls
     assert ("train", 3.0) in calls
-    assert ("evaluate", 1.0, str(tmp_path / "demo")) in calls
+    assert ("evaluate", 1.0, str(tmp_path / "demo"), ["chain", "dynamic"]) in calls
     assert ("card", {"mtbench, chain-3: tau": 1.9, "mtbench, chain-3: speedup": 1.25}) in calls
     assert "[1/5] target:" in text
-    assert "about 7:05 min for what is left" in text
+    assert "about 7:35 min for what is left" in text
     assert "1.90 tokens" in text
     assert str(tmp_path / "demo" / "report.html") in text
 

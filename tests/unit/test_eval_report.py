@@ -81,7 +81,7 @@ def stored():
                     pieces=["The", " sky", " <", "&", " so", "\n", "blue"] if spec and number == 0 else None,
                 )
             )
-    records[1].first_difference, records[1].difference_gap = 4, 0.02
+    records[1].first_difference, records[1].difference_gap, records[1].difference_tie = 4, 0.02, True
     common = {
         "target": "tiny-llama",
         "temperature": 0.0,
@@ -161,7 +161,8 @@ def test_the_page_shows_the_figures_of_the_best_plan_and_all_arms(folder):
     for expected in (
         "2.00 tokens per target pass",
         "66.7 % of 3 outputs",
-        "1 output differs from ar",
+        "33.3 % part ways at a tie",
+        "1 output differs from ar, at a tie",
         "0.02",
         "abc123",
     ):

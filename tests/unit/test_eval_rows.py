@@ -45,6 +45,7 @@ def row(**changes):
         "tokens_per_s": 50.0,
         "ttft_s": 0.1,
         "match_rate": 1.0,
+        "tie_rate": 0.0,
         "peak_memory_bytes": 1 << 20,
         "provenance": {"date": "2026-01-01"},
     }

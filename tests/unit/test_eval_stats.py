@@ -121,3 +121,6 @@ def test_plain_decoding_has_tau_one_even_where_no_pass_is_recorded():
 def test_match_rate_counts_turns_and_skips_the_unknown():
     assert stats.match_rate([record(matches=m) for m in (True, True, False, None)]) == pytest.approx(2 / 3)
     assert stats.match_rate([record(matches=None)]) is None
+    differing = [record(matches=False, difference_tie=tie) for tie in (True, False)]
+    assert stats.tie_rate([*differing, record(matches=True), record(matches=None)]) == pytest.approx(1 / 3)
+    assert stats.tie_rate([record(matches=None)]) is None

@@ -1,6 +1,7 @@
 """task=verify: it passes on a right decoder and turns red on wrong ones; the oracle itself is checked by stepping."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -49,6 +50,16 @@ def test_one_uncached_forward_judges_like_stepping(target, sampling):
     judged = recompute(target, prompt, wrong, sampling=sampling, request_id=3)
     assert judged.first_difference(wrong) == 4
     assert judged.ids[:5] == ids[:5]
+
+
+def test_ties_are_measured_in_steps_of_the_models_precision(target):
+    prompt = [5, 9, 33, 7]
+    logits = target.model(input_ids=torch.tensor([prompt + [8]]), use_cache=False).logits[0, 3]
+    exact = recompute(target, prompt, [8], sampling=Sampling(), request_id=0)
+    assert exact.tie_gaps == [1e-4]
+    coarse = recompute(tiny_target(dtype=torch.bfloat16), prompt, [8], sampling=Sampling(temperature=0.5), request_id=0)
+    step = 2.0 ** math.floor(math.log2(float(logits.abs().max()))) * 2.0**-7
+    assert coarse.tie_gaps == pytest.approx([4 * step / 0.5])
 
 
 def test_oracle_of_nothing_is_nothing(target):

@@ -70,7 +70,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     "dies, options",
     [
-        (4, {"checkpoint_every": 2}),  # on a checkpoint that no validation goes with
+        (4, {"checkpoint_every": 2, "log_every": 5, "decode_every": 6}),  # on a checkpoint nothing else goes with
         (5, {"checkpoint_every": 3, "log_every": 2}),  # two steps behind the checkpoint of a validation
         (2, {"checkpoint_every": 4, "accumulate": 2, "batch_size": 1}),  # before the first checkpoint
         (4, {"checkpoint_every": 1, "accumulate": 3, "batch_size": 1, "decode_every": 2, "log_every": 3}),

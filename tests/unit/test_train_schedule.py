@@ -46,10 +46,9 @@ def test_only_matrices_decay_and_frozen_parameters_stay_out():
 
 
 def test_time_becomes_steps_with_everything_paid_for():
-    plan = make_plan(max_steps=None, max_seconds=200.0, every=OPEN, seconds=COSTS)
-    # Ten validations and checkpoints, four decodes, each once more at the end.
-    assert plan.max_steps == 200 - 11 * 3 - 11 * 2 - 5 * 5
-    assert (plan.val_every, plan.checkpoint_every, plan.decode_every) == (12, 12, 30)
+    plan = make_plan(max_steps=None, max_seconds=1000.0, every=OPEN, seconds=COSTS)
+    assert plan.max_steps == 1000 - 10 * (3 + 2) - 4 * 5
+    assert (plan.val_every, plan.checkpoint_every, plan.decode_every) == (93, 93, 233)
 
     every = {"val": 10, "checkpoint": 5, "decode": 50}
     plan = make_plan(max_steps=None, max_seconds=200.0, every=every, seconds=COSTS)
@@ -58,14 +57,22 @@ def test_time_becomes_steps_with_everything_paid_for():
     assert (plan.val_every, plan.checkpoint_every, plan.decode_every) == (10, 5, 50)
 
 
+def test_checks_take_a_bounded_share_of_a_short_run():
+    plan = make_plan(max_steps=None, max_seconds=100.0, every=OPEN, seconds=COSTS)
+    # A tenth of the time pays for two validations with their checkpoints, another for two decodes.
+    assert plan.max_steps == 100 - 2 * (3 + 2) - 2 * 5
+    assert (plan.val_every, plan.decode_every) == (40, 40)
+    assert make_plan(max_steps=None, max_seconds=12.0, every=OPEN, seconds=COSTS).val_every == 2
+
+
 def test_the_smaller_limit_counts():
     assert make_plan(max_steps=7, max_seconds=200.0, every=OPEN, seconds=COSTS).max_steps == 7
     assert make_plan(max_steps=7, max_seconds=None, every=OPEN, seconds={}).max_steps == 7
 
 
 def test_too_little_time_is_refused():
-    with pytest.raises(UserError, match=r"trainer.max_time must leave room for one step \(81.0 s"):
-        make_plan(max_steps=None, max_seconds=80.0, every=OPEN, seconds=COSTS)
+    with pytest.raises(UserError, match=r"trainer.max_time must leave room for one step \(11.0 s"):
+        make_plan(max_steps=None, max_seconds=10.9, every=OPEN, seconds=COSTS)
 
 
 def test_everything_happens_after_the_last_step_too():

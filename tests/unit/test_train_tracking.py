@@ -41,14 +41,14 @@ def test_a_resumed_run_writes_the_later_rows_again(tmp_path):
     tracker = CsvTracker(tmp_path)
     for step in (1, 2, 3):
         tracker.log_metrics({"a": float(step)}, step)
-        tracker.log_samples([Sample(prompt="p", answer=f"ä\n{step}", tau=1.0)], step)
+        tracker.log_samples([Sample(prompt="p", answer=f"ä\u2028\n{step}", tau=1.0)], step)
     with (tmp_path / "metrics.csv").open("a") as file:
         file.write("4,4.")  # a row torn by a crash
     resumed = CsvTracker(tmp_path, from_step=2)
     resumed.log_metrics({"a": 30.0}, 3)
     assert [(r["step"], r["a"]) for r in rows(tmp_path)] == [("1", "1.0"), ("2", "2.0"), ("3", "30.0")]
-    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
-    assert [(s["step"], s["answer"]) for s in samples] == [(1, "ä\n1"), (2, "ä\n2")]
+    samples = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().split("\n")[:-1]]
+    assert [(s["step"], s["answer"]) for s in samples] == [(1, "ä\u2028\n1"), (2, "ä\u2028\n2")]
 
 
 def test_a_full_disk_is_said_once_and_then_ignored(tmp_path, monkeypatch):
@@ -117,6 +117,7 @@ class FakeWandb(types.ModuleType):
 def fake(monkeypatch, **options):
     import sys
 
+    monkeypatch.delenv("WANDB_MODE", raising=False)
     module = FakeWandb(**options)
     errors = types.ModuleType("wandb.errors")
     errors.Error = type("Error", (Exception,), {})
@@ -171,6 +172,14 @@ def test_wandb_goes_offline_with_a_note(tmp_path, monkeypatch, options, config, 
     assert wandb.inits[-1]["mode"] == "offline"
     assert [any(word in line for line in said) for word in words] == [True] * len(words)
     assert "wandb sync /x/offline-run-1" in said[-1]
+
+
+def test_wandb_follows_its_own_variable(tmp_path, monkeypatch):
+    wandb, said = fake(monkeypatch), []
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    WandbTracker(TrackingConfig(name="wandb"), tmp_path, say=said.append)
+    assert wandb.inits[-1]["mode"] == "disabled"
+    assert not said
 
 
 def test_wandb_losing_the_network_does_not_stop_training(tmp_path, monkeypatch):
