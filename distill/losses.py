@@ -44,7 +44,7 @@ class LossResult:
 
     Attributes:
         loss: scalar to back-propagate.
-        loss_K: unweighted sum of the loss per step.
+        loss_K: unweighted sum of the loss per step; K counts the predictions of kind ``logits``.
         hits_K: positions where the draft's argmax is the target's argmax, per step.
         alpha_K: sum of alpha per step.
         count_K: positions that count, per step.
@@ -80,14 +80,15 @@ def total(
         vocab: the draft vocabulary, None for the full one.
         config: which loss.
     """
+    features = [_feature_loss(p) for p in predictions if p.kind == "feature"]
+    scale = sum(p.weight for p in predictions) * max(batch.denominator, 1.0)  # a step without supervision: 0
+    predictions = [p for p in predictions if p.kind == "logits"]
     plan = _Plan.make(predictions, batch)
     teacher = _Teacher(target, output.last_BLD.flatten(0, 1), vocab)
     hiddens = [p.hidden_BLD.flatten(0, 1) for p in predictions]
     heads = [p.head if isinstance(p.head, nn.Module) else None for p in predictions]
     params = list({id(w): w for h in heads if h is not None for w in h.parameters() if w.requires_grad}.values())
     loss, stats = _ChunkedLoss.apply(plan, teacher, config, len(hiddens), *hiddens, *params)
-    features = [_feature_loss(p) for p in predictions if p.kind == "feature"]
-    scale = sum(p.weight for p in predictions) * batch.denominator
     shape = (len(predictions), *batch.ids_BL.shape)
     return LossResult(
         loss=(loss + sum(features)) / scale,
@@ -103,7 +104,8 @@ def total(
 def _feature_loss(prediction: StepPrediction) -> Tensor:
     """Smooth-L1 on features (EAGLE-1, arXiv:2401.15077, eq. 3), mean over D, weighted sum over positions."""
     assert prediction.feature_target_BLD is not None
-    error_BLD = F.smooth_l1_loss(prediction.hidden_BLD.float(), prediction.feature_target_BLD.float(), reduction="none")
+    hidden, wanted = _wide(prediction.hidden_BLD), _wide(prediction.feature_target_BLD)
+    error_BLD = F.smooth_l1_loss(hidden, wanted, reduction="none")
     return prediction.weight * (error_BLD.mean(-1) * prediction.mask_BL).sum()
 
 
@@ -117,11 +119,12 @@ class _Plan:
 
     @classmethod
     def make(cls, predictions: Sequence[StepPrediction], batch: Batch) -> "_Plan":
-        valid_KR = torch.stack([p.mask_BL.flatten() for p in predictions])
-        needed = torch.zeros_like(valid_KR[0])
+        valid_KR = torch.zeros(len(predictions), batch.ids_BL.numel(), dtype=torch.bool, device=batch.ids_BL.device)
+        for k, prediction in enumerate(predictions):
+            valid_KR[k] = prediction.mask_BL.flatten()
+        needed = torch.zeros_like(batch.loss_mask_BL).flatten()
         for prediction, valid_R in zip(predictions, valid_KR, strict=True):
-            if prediction.kind == "logits":
-                needed |= valid_R.roll(teacher_row(prediction.shift))
+            needed |= valid_R.roll(teacher_row(prediction.shift))
         return cls(predictions=predictions, valid_KR=valid_KR, rows=needed.nonzero()[:, 0])
 
 
@@ -130,6 +133,11 @@ class _Stats:
     loss_K: Tensor
     alpha_K: Tensor
     hits_KR: Tensor
+
+
+def _wide(x: Tensor) -> Tensor:
+    """Half precision to fp32; fp64 stays."""
+    return x if x.dtype == torch.float64 else x.float()
 
 
 class _Teacher:
@@ -142,8 +150,8 @@ class _Teacher:
     @torch.no_grad()
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (logits_CW in the draft vocabulary, log-normaliser_C over all of V, argmax_C as draft id or -1)."""
-        logits_CV = self.target.logits(self.last_RD[rows])
-        logits_CV = logits_CV if logits_CV.dtype == torch.float64 else logits_CV.float()
+        with torch.autocast(rows.device.type, enabled=False):  # the target keeps its own precision
+            logits_CV = _wide(self.target.logits(self.last_RD[rows]))
         choice_C = logits_CV.argmax(-1)
         normaliser_C = logits_CV.logsumexp(-1)
         if self.columns is None:
@@ -165,11 +173,14 @@ class _ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, plan: _Plan, teacher: _Teacher, config: LossConfig, n_hidden: int, *tensors: Tensor):
         hiddens, params = tensors[:n_hidden], tensors[n_hidden:]
-        wanted = [i for i, t in enumerate(tensors) if ctx.needs_input_grad[4 + i]]
-        grads: list[Tensor | None] = [torch.zeros_like(t) if i in wanted else None for i, t in enumerate(tensors)]
-        device = hiddens[0].device
+        # Sums over many chunks: in fp32 even where the tensor itself is in half precision.
+        grads = [
+            torch.zeros_like(_wide(t)) if needed else None
+            for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
+        ]
+        device = plan.valid_KR.device
         n_steps = len(plan.predictions)
-        acc = torch.float64 if hiddens[0].dtype == torch.float64 else torch.float32
+        acc = torch.float64 if any(h.dtype == torch.float64 for h in hiddens) else torch.float32
         stats = _Stats(
             loss_K=torch.zeros(n_steps, dtype=acc, device=device),
             alpha_K=torch.zeros(n_steps, dtype=acc, device=device),
@@ -179,8 +190,6 @@ class _ChunkedLoss(torch.autograd.Function):
         for rows in plan.rows.split(config.chunk):
             logits_p, normaliser, choice = teacher.at(rows)
             for k, prediction in enumerate(plan.predictions):
-                if prediction.kind != "logits":
-                    continue
                 position = rows - teacher_row(prediction.shift)
                 use = (position >= 0) & plan.valid_KR[k, position.clamp(min=0)]
                 position = position[use]
@@ -188,24 +197,16 @@ class _ChunkedLoss(torch.autograd.Function):
                     continue
                 with torch.enable_grad():
                     hidden = hiddens[k][position].detach().requires_grad_(grads[k] is not None)
-                    logits_q = prediction.head(hidden)
-                    logits_q = logits_q if logits_q.dtype == torch.float64 else logits_q.float()
+                    logits_q = _wide(prediction.head(hidden))
                     loss_C, alpha_C = pointwise(config.name, logits_p[use], normaliser[use], logits_q)
                     chunk_loss = torch.where(choice[use] >= 0, loss_C, 0.0).sum()
                     weighted = prediction.weight * chunk_loss
-                if grads[k] is not None:
-                    inputs = [hidden, *(p for i, p in enumerate(params) if grads[n_hidden + i] is not None)]
-                    places = [k, *(n_hidden + i for i in range(len(params)) if grads[n_hidden + i] is not None)]
-                    made = torch.autograd.grad(weighted, inputs, allow_unused=True)
-                    grads[k].index_add_(0, position, made[0].to(grads[k].dtype))  # type: ignore[union-attr]
-                    for place, grad in zip(places[1:], made[1:], strict=True):
-                        if grad is not None:
-                            grads[place].add_(grad)  # type: ignore[union-attr]
+                _accumulate(weighted, hidden, params, position, grads[k], grads[n_hidden:])
                 loss += weighted.detach()
                 stats.loss_K[k] += chunk_loss.detach()
                 stats.alpha_K[k] += alpha_C.detach().sum()
                 stats.hits_KR[k, position] = logits_q.detach().argmax(-1) == choice[use]
-        ctx.grads = grads
+        ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
         return loss, stats
 
     @staticmethod
@@ -213,6 +214,27 @@ class _ChunkedLoss(torch.autograd.Function):
         grads = [None if g is None else g * grad_loss.to(g.dtype) for g in ctx.grads]
         ctx.grads = None
         return None, None, None, None, *grads
+
+
+def _accumulate(
+    loss: Tensor,
+    hidden_CD: Tensor,
+    params: Sequence[Tensor],
+    position_C: Tensor,
+    grad_hidden: Tensor | None,
+    grad_params: Sequence[Tensor | None],
+) -> None:
+    """Add the gradients of one chunk to the sums that want them."""
+    wanted = [(p, g) for p, g in zip(params, grad_params, strict=True) if g is not None]
+    inputs = [p for p, _ in wanted] + ([hidden_CD] if grad_hidden is not None else [])
+    if not inputs:
+        return
+    made = torch.autograd.grad(loss, inputs, allow_unused=True)
+    for (_, total_grad), grad in zip(wanted, made, strict=False):
+        if grad is not None:
+            total_grad.add_(grad)
+    if grad_hidden is not None and made[-1] is not None:
+        grad_hidden.index_add_(0, position_C, made[-1].to(grad_hidden.dtype))
 
 
 def pointwise(name: str, logits_p: Tensor, normaliser: Tensor, logits_q: Tensor) -> tuple[Tensor, Tensor]:

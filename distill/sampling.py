@@ -33,6 +33,8 @@ class Sampling:
             raise UserError(f"top_k must be >= 0, got {self.top_k}; 0 switches it off")
         if not 0 < self.top_p <= 1:
             raise UserError(f"top_p must be in (0, 1], got {self.top_p}; 1 switches it off")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed must be a signed 64-bit number, got {self.seed}")
 
     @property
     def greedy(self) -> bool:
@@ -66,11 +68,11 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """Bijective 32-bit finaliser (the "lowbias32" constants by Chris Wellons); int32 wraps around."""
+    """Bijective 32-bit finaliser (constants 0x21f0aaad, 0xd35a2d97 of Wellons' hash prospector); int32 wraps."""
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x21F0AAAD
     x = x ^ ((x >> 15) & 0x1FFFF)
-    x = x * -0x2D2968A9  # 0xD2D69757 as a signed number
+    x = x * -0x2CA5D269  # 0xD35A2D97 as a signed number
     return x ^ ((x >> 15) & 0x1FFFF)
 
 

@@ -82,6 +82,7 @@ def choose_vocab(counts_V: Tensor, size: int, *, always: Iterable[int] = ()) -> 
     """
     vocab = len(counts_V)
     forced = sorted({int(i) for i in always})
+    assert all(0 <= i < vocab for i in forced), "always must hold ids of the target's vocabulary"
     if not max(1, len(forced)) <= size <= vocab:
         raise UserError(
             f"drafter.draft_vocab_size must be between {max(1, len(forced))} and the target's {vocab}, got {size}"

@@ -108,6 +108,7 @@ class Decoder:
     def stream(self, requests: Iterable[Request], *, slots: int, ignore_eos: bool = False) -> Iterator[Generation]:
         """Decode many requests autoregressively, refilling slots as they finish; yields in finishing order."""
         assert self.drafter is None, "slots are refilled in autoregressive decoding only"
+        assert slots >= 1, "at least one slot"
         waiting = iter(requests)
         rows: Rows | None = None
         exhausted = False
@@ -257,8 +258,10 @@ class Decoder:
         accepted = match(tree, chosen_BN)
         n_B = torch.where(rows.active_B, accepted.n_B, 0)
         path_BP = accepted.path_BN
-        # The one read of the round: counts, next token, the path and the tree's tokens, packed.
-        packed = torch.cat([n_B[:, None], accepted.next_B[:, None], path_BP, tree.tokens_BN], 1).tolist()
+        deepest_B = torch.where(tree.tokens_BN >= 0, depths_BN, 0).amax(1)
+        # The one read of the round: counts, depth, next token, the path and the tree's tokens, packed.
+        head_B3 = torch.stack([n_B, deepest_B, accepted.next_B], 1)
+        packed = torch.cat([head_B3, path_BP, tree.tokens_BN], 1).tolist()
         counts = [row[0] for row in packed]
         rows.lengths = [length + n for length, n in zip(rows.lengths, counts, strict=True)]
         rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
@@ -275,14 +278,15 @@ class Decoder:
             )
         width = path_BP.shape[1]
         for b in rows.live:
-            path, tokens = packed[b][2 : 2 + counts[b]], packed[b][2 + width :]
-            new = [tokens[i] for i in path[1:]] + [packed[b][1]]
+            (count, deepest, following), rest = packed[b][:3], packed[b][3:]
+            path, tokens = rest[:count], rest[width:]
+            new = [tokens[i] for i in path[1:]] + [following]
             others = tuple(t for i, t in enumerate(tokens) if i not in path and t >= 0)
             kept = self._emit(rows, b, new, ignore_eos=ignore_eos)
             record = StepRecord(
                 tokens=tuple(kept),
                 accepted=min(len(new) - 1, len(kept)),
-                offered=len(kept) if len(kept) < len(new) else tree.max_depth,
+                offered=len(kept) if len(kept) < len(new) else deepest,
                 rejected=others,
             )
             rows.results[b].steps.append(record)

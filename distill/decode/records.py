@@ -32,7 +32,7 @@ class StepRecord:
     Attributes:
         tokens: ids emitted, truncated at the end of text and at the limit; the first ``accepted`` were drafted.
         accepted: drafted tokens among them.
-        offered: how deep the proposal could have reached, cut to what the truncation left room for.
+        offered: depth of the proposal's deepest node, cut to what the truncation left room for.
         rejected: the other drafted ids of the tree, in node order (for viewers).
     """
 
