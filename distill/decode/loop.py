@@ -159,19 +159,18 @@ class Decoder:
         device, batch = self.target.device, len(requests)
         extra = 1 if self.plan is None else max(self.plan.n_nodes, self.plan.fed) + self.plan.depth + 1
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + extra
-        greedy = [(r.sampling or self.sampling).greedy for r in requests]
         rows = Rows(
             cache=self.target.new_cache(batch, capacity),
             drafter=None if self.drafter is None else self.drafter.new_state(batch, capacity),
             root_B=torch.zeros(batch, dtype=torch.long, device=device),
             request_B=torch.tensor([r.request_id for r in requests], device=device),
-            greedy_B=torch.tensor(greedy, device=device),
             active_B=torch.ones(batch, dtype=torch.bool, device=device),
             lengths=[0] * batch,
             requests=requests,
             results=[Generation(request_id=r.request_id, prompt_len=len(r.prompt), tag=r.tag) for r in requests],
             started=[start] * batch,
             active=[True] * batch,
+            greedy=[(r.sampling or self.sampling).greedy for r in requests],
         )
         longest = max(len(r.prompt) for r in requests)
         for begin in range(0, longest, self.prefill_chunk):
@@ -200,7 +199,8 @@ class Decoder:
         output = self._forward(rows.cache, ids_BL, depths_BL, causal)
         last_B = (n_B - 1).clamp(min=0)
         hidden_B1D = output.last_BLD[torch.arange(len(prompts), device=device), last_B][:, None]
-        first_B = self._choose(rows, self.target.logits(hidden_B1D), rows.cache.lengths_B + n_B, depths_BL[:, :1], 1)
+        noise = self._noise(rows, rows.cache.lengths_B + n_B, count=1)
+        first_B = self._choose(rows, self.target.logits(hidden_B1D), noise, depths_BL[:, :1])
         follows = [p[end] if len(p) > end else 0 for p in prompts]
         ends_here_B = torch.tensor([begin < len(p) <= end for p in prompts], device=device)
         next_B = torch.where(ends_here_B, first_B[:, 0], torch.tensor(follows, device=device))
@@ -225,26 +225,38 @@ class Decoder:
             ids_BN.clamp(min=0), positions_BL=positions_BN, mask=mask, cache=cache, taps=self._taps
         )
 
-    def _choose(self, rows: Rows, logits_BNV: Tensor, first_B: Tensor, depths_BN: Tensor, count: int) -> Tensor:
-        """The target's own token after every node; ``first_B`` is the position of the token after depth 0."""
-        noise = RoundNoise.draw(self.sampling, rows.request_B, first_B, count=count, vocab=logits_BNV.shape[-1])
-        return self._choose_with(rows, logits_BNV, noise, depths_BN)
+    def _noise(self, rows: Rows, first_B: Tensor, *, count: int) -> RoundNoise:
+        """Noise for the tokens from position ``first_B`` on, for the rows that sample."""
+        picked = self._picked(rows)
+        return RoundNoise.draw(
+            self.sampling,
+            rows.request_B if picked is None else rows.request_B[picked],
+            first_B if picked is None else first_B[picked],
+            count=count,
+            vocab=self.target.info.vocab_size,
+        )
 
-    def _choose_with(self, rows: Rows, logits_BNV: Tensor, noise: RoundNoise, depths_BN: Tensor) -> Tensor:
-        chosen_BN = choose(logits_BNV, self.sampling, noise.at_depths(depths_BN))
-        if self.sampling.greedy:
-            return chosen_BN
-        return torch.where(rows.greedy_B[:, None], logits_BNV.argmax(-1), chosen_BN)
+    def _choose(self, rows: Rows, logits_BNV: Tensor, noise: RoundNoise, depths_BN: Tensor) -> Tensor:
+        """The target's own token after every node."""
+        picked = self._picked(rows)
+        if picked is None:
+            return choose(logits_BNV, self.sampling, noise.at_depths(depths_BN))
+        chosen_BN = logits_BNV.argmax(-1)
+        if len(picked):
+            chosen_BN[picked] = choose(logits_BNV[picked], self.sampling, noise.at_depths(depths_BN[picked]))
+        return chosen_BN
+
+    def _picked(self, rows: Rows) -> Tensor | None:
+        """Rows to draw noise for where greedy and sampled rows are mixed (autoregressive only); None: all alike."""
+        if self.sampling.greedy or not any(rows.greedy):
+            return None
+        assert self.drafter is None, "drafting couples every row to its noise"
+        return torch.tensor([b for b in rows.live if not rows.greedy[b]], dtype=torch.long, device=self.target.device)
 
     def _round(self, rows: Rows, *, ignore_eos: bool, on_step: OnStep | None = None) -> None:
         """One round for every active row."""
-        noise = RoundNoise.draw(
-            self.sampling,
-            rows.request_B,
-            rows.cache.lengths_B + 1,
-            count=1 if self.plan is None else self.plan.depth + 1,
-            vocab=self.target.info.vocab_size,
-        )
+        count = 1 if self.plan is None else self.plan.depth + 1
+        noise = self._noise(rows, rows.cache.lengths_B + 1, count=count)
         if self.drafter is None or self.plan is None:
             tree = root_only(rows.root_B)
         else:
@@ -254,7 +266,7 @@ class Decoder:
             self.drafter.rollback(rows.drafter)
         ancestors_BNN, depths_BN = geometry(tree.parents_BN, tree.max_depth)
         output = self._forward(rows.cache, tree.tokens_BN, depths_BN, ancestors_BNN)
-        chosen_BN = self._choose_with(rows, self.target.logits(output.last_BLD), noise, depths_BN)
+        chosen_BN = self._choose(rows, self.target.logits(output.last_BLD), noise, depths_BN)
         accepted = match(tree, chosen_BN)
         n_B = torch.where(rows.active_B, accepted.n_B, 0)
         path_BP = accepted.path_BN

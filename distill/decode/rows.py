@@ -10,8 +10,8 @@ from distill.decode.records import Generation, Request
 from distill.drafters.base import DrafterState
 from distill.kv_cache import KVCache
 
-_TENSORS = ("root_B", "request_B", "greedy_B", "active_B")
-_LISTS = ("lengths", "requests", "results", "started", "active")
+_TENSORS = ("root_B", "request_B", "active_B")
+_LISTS = ("lengths", "requests", "results", "started", "active", "greedy")
 
 
 @dataclass(kw_only=True)
@@ -21,9 +21,9 @@ class Rows:
     Attributes:
         root_B: last committed token of each row, not in the cache yet.
         request_B: keys of the noise.
-        greedy_B: rows that take the argmax whatever the decoder samples.
         active_B: rows still running (device copy of ``active``).
         lengths: host copy of ``cache.lengths_B``.
+        greedy: rows that take the argmax whatever the decoder samples.
         started: when the row's first token was on the host, seconds.
     """
 
@@ -31,13 +31,13 @@ class Rows:
     drafter: DrafterState | None
     root_B: Tensor
     request_B: Tensor
-    greedy_B: Tensor
     active_B: Tensor
     lengths: list[int]
     requests: list[Request]
     results: list[Generation]
     started: list[float]
     active: list[bool]
+    greedy: list[bool]
 
     @property
     def live(self) -> list[int]:
