@@ -17,7 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
@@ -28,6 +30,8 @@ from distill.errors import UserError, did_you_mean
 
 # Hydra 1.4 warns about the argument that 1.3 asks for.
 VERSION_BASE: dict[str, Any] = {"version_base": "1.3"} if hydra.__version__.startswith("1.3.") else {}
+
+COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError)
 
 FLAGS = {
     *("--help", "-h", "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r"),
@@ -94,18 +98,22 @@ def launch(
 
 
 def compose_values(config_name: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """Compose a shipped config without running anything (help text, tests, notebooks).
+    """Compose a shipped config without running anything (help text, tests, notebooks, one task inside another).
 
     Raises:
         UserError: what ``launch`` would say.
     """
+    # Hydra refuses to compose while an application of its own runs; it is put aside and back.
+    running, GlobalHydra.instance().hydra = GlobalHydra.instance().hydra, None
     try:
         with initialize_config_dir(str(config_dir()), job_name=config_name, **VERSION_BASE):
             return plain(compose(config_name, overrides=list(overrides)))
     except UserError:
         raise
-    except (HydraException, OmegaConfBaseException, ValueError) as error:
+    except COMPOSE_ERRORS as error:
         raise UserError(_sentence(error)) from error
+    finally:
+        GlobalHydra.instance().hydra = running
 
 
 def help_page(
@@ -240,7 +248,7 @@ def _run_hydra(task: Callable[[Any], None], config_name: str, arguments: list[st
                 sys.argv = [saved_argv[0], *arguments, *extra]
                 try:
                     return entry()
-                except (HydraException, OmegaConfBaseException, ValueError) as error:
+                except COMPOSE_ERRORS as error:
                     if started:
                         raise
                     arguments = _reworded(arguments, error)
@@ -294,6 +302,9 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, name = str(error.missing_cfg_file).rpartition("/")
         return f"{group} must be one of {', '.join(error.options)}, got {name!r}.{did_you_mean(name, error.options)}"
+    mark = error.problem_mark if isinstance(error, yaml.MarkedYAMLError) else None
+    if isinstance(error, yaml.MarkedYAMLError) and mark is not None:
+        return f"{mark.name} must be YAML, got a fault in line {mark.line + 1} ({error.problem}); correct that line"
     override = getattr(error, "override", None)
     if override is not None and "=" not in override:
         return f"the command line takes name=value, got {override!r}; see --help"

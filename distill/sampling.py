@@ -7,6 +7,7 @@ any size. That is what makes sampled losslessness testable by equality.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -94,7 +95,9 @@ def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 
 
-def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Tensor:
+def gumbel(
+    *, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids_BPk: Tensor | None = None
+) -> Tensor:
     """Standard Gumbel noise G_BPV in fp32, a counter-based hash of (seed, request, position, vocabulary id).
 
     Args:
@@ -102,10 +105,13 @@ def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> 
         request_B: integer that tells requests apart; equal prompts with different requests differ.
         position_BP: absolute position of the token being produced.
         vocab: vocabulary size V.
+        ids_BPk: vocabulary ids to make noise for, [B, P, k]; all of them by default.
     """
     low, high = _key(seed, request_B, position_BP)
-    ids_V = torch.arange(vocab, dtype=torch.int32, device=position_BP.device)
-    bits = _mix32(_mix32(ids_V ^ _as_int32(low)[..., None]) ^ _as_int32(high)[..., None])
+    if ids_BPk is None:
+        ids_BPk = torch.arange(vocab, device=position_BP.device).expand(*position_BP.shape, -1)
+    ids = ids_BPk.to(torch.int32)
+    bits = _mix32(_mix32(ids ^ _as_int32(low)[..., None]) ^ _as_int32(high)[..., None])
     # 31 bits, so that small v (where the largest noise comes from) is exact in fp32; v stays below 1.
     v = (bits & 0x7FFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()
@@ -118,3 +124,26 @@ def choose(logits_BNV: Tensor, sampling: Sampling, noise_BNV: Tensor | None = No
     assert noise_BNV is not None, "sampling needs keyed noise"
     exact = logits_BNV if logits_BNV.dtype == torch.float64 else logits_BNV.float()
     return (warp(exact, sampling) + noise_BNV).argmax(-1)
+
+
+def choose_among_top(
+    logits_BNV: Tensor, sampling: Sampling, noise_at: Callable[[Tensor], Tensor], *, spare: int = 16
+) -> Tensor | None:
+    """``choose`` with top-k, hashing noise for the k survivors only (49,000 hashes a row would show on a CPU).
+
+    Args:
+        logits_BNV: target logits.
+        sampling: with top_k set.
+        noise_at: maps ids_BNk to their noise.
+        spare: places beside k for tokens tied with the k-th, which survive too.
+
+    Returns:
+        The same ids as ``choose``, or None if more tokens are tied than there are places.
+    """
+    width = min(sampling.top_k + spare, logits_BNV.shape[-1])
+    values, ids = logits_BNV.topk(width, dim=-1)
+    if width < logits_BNV.shape[-1] and bool((values[..., -1] == values[..., sampling.top_k - 1]).any()):
+        return None
+    # What is left out is below the k-th, so warping the ``width`` best filters exactly as warping them all.
+    best = choose(values, sampling, noise_at(ids))
+    return ids.gather(-1, best[..., None])[..., 0]

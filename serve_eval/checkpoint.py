@@ -28,7 +28,7 @@ def auto_target() -> TargetConfig:
 
 
 def load_pair(checkpoint: str | None, target: TargetConfig) -> Pair:
-    """Load target and drafter.
+    """Load target and drafter; the drafter decodes in the target's precision, as engines serve it.
 
     Args:
         checkpoint: a run folder or an export folder; None loads the target alone.
@@ -43,7 +43,7 @@ def load_pair(checkpoint: str | None, target: TargetConfig) -> Pair:
         return Pair(target=load_target(target), drafter=None, folder=None)
     folder = resolve_checkpoint(checkpoint)
     loaded = load_target(resolve_target(folder, target))
-    return Pair(target=loaded, drafter=load_drafter(folder, loaded).eval(), folder=folder)
+    return Pair(target=loaded, drafter=load_drafter(folder, loaded, dtype=loaded.dtype), folder=folder)
 
 
 def resolve_target(folder: Path, target: TargetConfig) -> TargetConfig:

@@ -5,33 +5,62 @@ there, and it makes draft and target agree far more often than independent draws
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from distill.sampling import Sampling, gumbel, warp
+from distill.sampling import Sampling, choose, choose_among_top, gumbel, warp
 from distill.types import Candidates
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoundNoise:
-    """Noise for the tokens one round may produce; index p is the token at position ``length + 1 + p``."""
+    """Keys of the noise for the tokens one round may produce; index p is the token at position ``first + p``."""
 
-    noise_BPV: Tensor | None
+    sampling: Sampling
+    request_B: Tensor
+    position_BP: Tensor
+    vocab: int
 
     @classmethod
-    def draw(cls, sampling: Sampling, request_B: Tensor, first_B: Tensor, *, count: int, vocab: int) -> "RoundNoise":
-        """Draw ``count`` positions from ``first_B`` on; nothing when greedy."""
-        if sampling.greedy:
-            return cls(noise_BPV=None)
+    def starting(cls, sampling: Sampling, request_B: Tensor, first_B: Tensor, *, count: int, vocab: int) -> "RoundNoise":
+        """Keys for ``count`` positions from ``first_B`` on."""
         position_BP = first_B[:, None] + torch.arange(count, device=first_B.device)
-        return cls(noise_BPV=gumbel(seed=sampling.seed, request_B=request_B, position_BP=position_BP, vocab=vocab))
+        return cls(sampling=sampling, request_B=request_B, position_BP=position_BP, vocab=vocab)
 
-    def at_depths(self, depths_BN: Tensor) -> Tensor | None:
-        """Noise for the token that follows each node: the same for all nodes of one depth."""
-        if self.noise_BPV is None:
+    @cached_property
+    def noise_BPV(self) -> Tensor | None:
+        """Noise for the whole vocabulary, made when first asked for; None when greedy."""
+        if self.sampling.greedy:
             return None
-        return self.noise_BPV.gather(1, depths_BN[:, :, None].expand(-1, -1, self.noise_BPV.shape[2]))
+        return gumbel(
+            seed=self.sampling.seed, request_B=self.request_B, position_BP=self.position_BP, vocab=self.vocab
+        )
+
+    def choose(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
+        """The target's own token after nodes of these depths; all nodes of one depth share their noise."""
+        # On a CPU with top-k the survivors' noise is enough; elsewhere looking for ties would cost a read.
+        if self.sampling.top_k > 0 and not self.sampling.greedy and logits_BNV.device.type == "cpu":
+            position_BN = self.position_BP.gather(1, depths_BN)
+
+            def noise_at(ids_BNk: Tensor) -> Tensor:
+                return gumbel(
+                    seed=self.sampling.seed,
+                    request_B=self.request_B,
+                    position_BP=position_BN,
+                    vocab=self.vocab,
+                    ids_BPk=ids_BNk,
+                )
+
+            chosen_BN = choose_among_top(logits_BNV, self.sampling, noise_at)
+            if chosen_BN is not None:
+                return chosen_BN
+        noise_BPV = self.noise_BPV
+        if noise_BPV is None:
+            return choose(logits_BNV, self.sampling)
+        noise_BNV = noise_BPV.gather(1, depths_BN[:, :, None].expand(-1, -1, noise_BPV.shape[2]))
+        return choose(logits_BNV, self.sampling, noise_BNV)
 
 
 class CoupledRanker:
@@ -46,9 +75,10 @@ class CoupledRanker:
     def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
         """Return scores_BFW in fp32 (fp64 stays)."""
         logits = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
-        if self.noise.noise_BPV is None:
+        noise_BPV = self.noise.noise_BPV
+        if noise_BPV is None:
             return logits
-        noise_BV = self.noise.noise_BPV[:, depth]
+        noise_BV = noise_BPV[:, depth]
         noise_BW = noise_BV if self.draft_to_target is None else noise_BV[:, self.draft_to_target]
         warped = warp(logits, self.sampling)
         # What the filters drop ranks last, in its own order: better than arbitrary ids when k exceeds them.

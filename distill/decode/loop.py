@@ -18,7 +18,7 @@ from distill.decode.verify import check_pair, match
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.kv_cache import KVCache
-from distill.sampling import Sampling, choose
+from distill.sampling import Sampling
 from distill.target import Target
 from distill.tree import Plan, geometry, grow, root_only
 from distill.types import TargetOutput
@@ -228,7 +228,7 @@ class Decoder:
     def _noise(self, rows: Rows, first_B: Tensor, *, count: int) -> RoundNoise:
         """Noise for the tokens from position ``first_B`` on, for the rows that sample."""
         picked = self._picked(rows)
-        return RoundNoise.draw(
+        return RoundNoise.starting(
             self.sampling,
             rows.request_B if picked is None else rows.request_B[picked],
             first_B if picked is None else first_B[picked],
@@ -240,10 +240,10 @@ class Decoder:
         """The target's own token after every node."""
         picked = self._picked(rows)
         if picked is None:
-            return choose(logits_BNV, self.sampling, noise.at_depths(depths_BN))
+            return noise.choose(logits_BNV, depths_BN)
         chosen_BN = logits_BNV.argmax(-1)
         if len(picked):
-            chosen_BN[picked] = choose(logits_BNV[picked], self.sampling, noise.at_depths(depths_BN[picked]))
+            chosen_BN[picked] = noise.choose(logits_BNV[picked], depths_BN[picked])
         return chosen_BN
 
     def _picked(self, rows: Rows) -> Tensor | None:

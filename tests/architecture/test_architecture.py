@@ -39,7 +39,6 @@ FENCES = {
     "lightning": {"distill.train", "distill.data.datamodule"},
     "wandb": {"distill.train.tracking"},
     "flash_attn": {"distill.attention"},
-    "matplotlib": {"serve_eval.report", "serve_eval.report_plots"},
     "jinja2": {
         "serve_eval.report",
         "distill.target.model",

@@ -214,3 +214,20 @@ def test_help_page_shows_groups_options_and_the_composed_defaults(run):
 )
 def test_slug_is_one_safe_name(text, expected):
     assert entry.slug(text) == expected
+
+
+def test_a_task_may_compose_another_config(run):
+    """The demo composes the training config while Hydra runs the evaluation's."""
+    seeds = []
+    code, printed, _ = run(action=lambda config: seeds.append(entry.compose_values("train", ["seed=3"])["seed"]))
+    assert (code, seeds) == (0, [3]), printed
+
+
+def test_a_file_that_is_no_yaml_is_named(run):
+    (entry.config_dir() / "drafter" / "small.yaml").write_text("name: small\n  ttt_steps: 7\n")
+    code, printed, jobs = run()
+    assert code == 2
+    assert not jobs
+    assert "small.yaml must be YAML, got a fault in line 2" in str(printed)
+    with pytest.raises(entry.UserError, match=r"small\.yaml must be YAML"):
+        entry.compose_values("train")

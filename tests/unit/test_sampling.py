@@ -9,7 +9,7 @@ from oracles import finalise32, gumbel_of_bits, hash_bits, key64, noise, second_
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from distill.errors import UserError
-from distill.sampling import Sampling, _mix32, choose, gumbel, warp
+from distill.sampling import Sampling, _mix32, choose, choose_among_top, gumbel, warp
 
 PUBLISHED = (0xD35A2D97, 0x735A2D97)  # second multipliers of the two published variants with 0x21F0AAAD
 SECOND = second_constant()
@@ -302,3 +302,26 @@ def test_uncoupled_law_is_refused():
     shared = draw(11, 3, [40], 24).expand(60_000, 1, 24)
     same = choose(logits.expand(60_000, 1, 24), Sampling(temperature=1.0), shared)[:, 0]
     assert chi_square(np.bincount(same.numpy(), minlength=24), 60_000 * p) > 100
+
+
+@pytest.mark.parametrize("setting", [{"top_k": 5}, {"top_k": 40, "top_p": 0.8}, {"top_k": 400}])
+def test_choosing_among_the_top_equals_choosing_among_all(setting):
+    """Noise for the survivors only gives the same tokens; half-precision logits bring ties at the k-th place."""
+    sampling = Sampling(temperature=0.9, seed=7, **setting)
+    generator = torch.Generator().manual_seed(1)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        logits = (torch.randn(6, 4, 300, generator=generator) * 2).to(dtype)
+        request, position = torch.arange(6), torch.arange(24).view(6, 4)
+        noise = gumbel(seed=7, request_B=request, position_BP=position, vocab=300)
+        chosen = choose_among_top(
+            logits,
+            sampling,
+            lambda ids: gumbel(seed=7, request_B=request, position_BP=position, vocab=300, ids_BPk=ids),
+        )
+        assert chosen is not None
+        assert torch.equal(chosen, choose(logits, sampling, noise))
+
+
+def test_too_many_ties_are_left_to_the_full_noise():
+    flat = torch.zeros(1, 1, 100)
+    assert choose_among_top(flat, Sampling(temperature=1.0, top_k=3), lambda ids: torch.zeros(ids.shape)) is None
