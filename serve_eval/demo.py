@@ -41,7 +41,7 @@ PLANS = (PlanConfig(name="chain", length=3), PlanConfig(name="dynamic", top_k=4,
 
 def default_bench() -> BenchConfig:
     """Held-out MT-bench, one prompt per category and more while time lasts."""
-    return BenchConfig(limit=24, max_new_tokens=96, repeats=1, warmup=1)
+    return BenchConfig(limit=24, max_new_tokens=64, repeats=1, warmup=1)
 
 
 @dataclass(kw_only=True)
@@ -51,9 +51,9 @@ class Config:
     run_dir: str = opt("runs/demo", "folder of everything; a demo that is there is resumed")
     experiment: str = opt("demo", "training settings: a file in configs/experiment/")
     overrides: list[str] = opt([], "further training options, e.g. [target=tiny]")
-    data_minutes: float | None = opt(4.0, "time to write training conversations; null: the experiment's own limits")
-    train_minutes: float | None = opt(6.0, "time for training; null: the experiment's own limits")
-    eval_minutes: float | None = opt(2.0, "time to decode prompts for the comparison; null: bench's own limits")
+    data_minutes: float | None = opt(3.5, "time to write training conversations; null: the experiment's own limits")
+    train_minutes: float | None = opt(6.5, "time for training; null: the experiment's own limits")
+    eval_minutes: float | None = opt(3.0, "time to decode prompts for the comparison; null: bench's own limits")
     bench: BenchConfig = field(default_factory=default_bench, metadata={"help": "options of the comparison"})
 
     def __post_init__(self) -> None:
