@@ -95,9 +95,7 @@ def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 
 
-def gumbel(
-    *, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids_BPk: Tensor | None = None
-) -> Tensor:
+def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids_BPk: Tensor | None = None) -> Tensor:
     """Standard Gumbel noise G_BPV in fp32, a counter-based hash of (seed, request, position, vocabulary id).
 
     Args:

@@ -24,19 +24,19 @@ class RoundNoise:
     vocab: int
 
     @classmethod
-    def starting(cls, sampling: Sampling, request_B: Tensor, first_B: Tensor, *, count: int, vocab: int) -> "RoundNoise":
+    def starting(
+        cls, sampling: Sampling, request_B: Tensor, first_B: Tensor, *, count: int, vocab: int
+    ) -> "RoundNoise":
         """Keys for ``count`` positions from ``first_B`` on."""
         position_BP = first_B[:, None] + torch.arange(count, device=first_B.device)
         return cls(sampling=sampling, request_B=request_B, position_BP=position_BP, vocab=vocab)
 
     @cached_property
-    def noise_BPV(self) -> Tensor | None:
-        """Noise for the whole vocabulary, made when first asked for; None when greedy."""
+    def full(self) -> Tensor | None:
+        """Noise for the whole vocabulary, [B, P, V], made when first asked for; None when greedy."""
         if self.sampling.greedy:
             return None
-        return gumbel(
-            seed=self.sampling.seed, request_B=self.request_B, position_BP=self.position_BP, vocab=self.vocab
-        )
+        return gumbel(seed=self.sampling.seed, request_B=self.request_B, position_BP=self.position_BP, vocab=self.vocab)
 
     def choose(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
         """The target's own token after nodes of these depths; all nodes of one depth share their noise."""
@@ -56,7 +56,7 @@ class RoundNoise:
             chosen_BN = choose_among_top(logits_BNV, self.sampling, noise_at)
             if chosen_BN is not None:
                 return chosen_BN
-        noise_BPV = self.noise_BPV
+        noise_BPV = self.full
         if noise_BPV is None:
             return choose(logits_BNV, self.sampling)
         noise_BNV = noise_BPV.gather(1, depths_BN[:, :, None].expand(-1, -1, noise_BPV.shape[2]))
@@ -75,7 +75,7 @@ class CoupledRanker:
     def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
         """Return scores_BFW in fp32 (fp64 stays)."""
         logits = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
-        noise_BPV = self.noise.noise_BPV
+        noise_BPV = self.noise.full
         if noise_BPV is None:
             return logits
         noise_BV = noise_BPV[:, depth]

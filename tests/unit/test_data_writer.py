@@ -243,7 +243,8 @@ def test_conversations_equal_those_of_separate_decoding(tmp_path, slots):
         prompt = template.encode(template.render([{"role": "user", "content": f"p {i}"}], add_generation_prompt=True))
         kind = {} if greedy_choice(config, i) else {"sampling": sampling}
         (alone,) = Decoder(target, **kind).generate([prompt], max_new_tokens=12, request_ids=[i])
-        if not is_degenerate([t for t in alone.ids if t != EOS]):
+        content = [t for t in alone.ids if t != EOS]
+        if content and not is_degenerate(content):  # an answer without a token is too short
             expected.append(prompt + alone.ids)
     assert [c.ids.tolist() for c in data.conversations("train")] == expected
     assert len(expected) >= 4

@@ -311,13 +311,9 @@ def test_choosing_among_the_top_equals_choosing_among_all(setting):
     generator = torch.Generator().manual_seed(1)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         logits = (torch.randn(6, 4, 300, generator=generator) * 2).to(dtype)
-        request, position = torch.arange(6), torch.arange(24).view(6, 4)
-        noise = gumbel(seed=7, request_B=request, position_BP=position, vocab=300)
-        chosen = choose_among_top(
-            logits,
-            sampling,
-            lambda ids: gumbel(seed=7, request_B=request, position_BP=position, vocab=300, ids_BPk=ids),
-        )
+        keys = {"seed": 7, "request_B": torch.arange(6), "position_BP": torch.arange(24).view(6, 4), "vocab": 300}
+        noise = gumbel(**keys)
+        chosen = choose_among_top(logits, sampling, lambda ids, keys=keys: gumbel(**keys, ids_BPk=ids))
         assert chosen is not None
         assert torch.equal(chosen, choose(logits, sampling, noise))
 
