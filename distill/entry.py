@@ -82,6 +82,8 @@ def launch(
         Exit code: 0, 2 after a ``UserError`` (in a sweep the other jobs still run), 130 after Ctrl-C.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    # Hydra's parser wants its own flag before the overrides.
+    arguments.sort(key=lambda argument: argument not in ("-m", "--multirun"))
     failures: list[str] = []
     try:
         with _reporting(failures):

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from distill.alignment import teacher_row
 from distill.config import opt
+from distill.errors import UserError
 from distill.target import Target
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
@@ -36,6 +37,10 @@ class LossConfig:
 
     name: Literal["ce", "kl", "reverse_kl", "tv", "lk"] = opt("ce", "ce, kl, reverse_kl, tv or lk")
     chunk: int = opt(256, "positions whose logits exist at once; smaller saves memory, changes nothing else")
+
+    def __post_init__(self) -> None:
+        if self.chunk < 1:
+            raise UserError(f"loss.chunk must be at least 1, got {self.chunk}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,6 +37,15 @@ class PlanConfig:
     paths: list[list[int]] = opt([], "static: ranks from the root, e.g. [[0],[1],[0,0]]; prefixes must be there")
 
 
+MOST_FED = 4096
+"""Nodes a drafter may be asked to continue in one round; more is a slip, and would only exhaust the memory."""
+
+
+def _check_size(fed: int) -> None:
+    if fed > MOST_FED:
+        raise UserError(f"the tree must have the drafter continue at most {MOST_FED} nodes a round, got {fed}")
+
+
 @dataclass(frozen=True)
 class Static:
     """A fixed tree: every node is the path of child ranks that leads to it (Medusa's "choices").
@@ -60,6 +69,7 @@ class Static:
             if path[:-1] not in known:
                 raise UserError(f"tree.paths must hold every node's parent, got {list(path)} without {list(path[:-1])}")
         object.__setattr__(self, "levels", tuple(_levels(nodes, known)))
+        _check_size(self.fed)
 
     @property
     def depth(self) -> int:
@@ -131,6 +141,7 @@ class Dynamic:
         for key, least in (("top_k", 1), ("depth", 1), ("total", 2)):
             if getattr(self, key) < least:
                 raise UserError(f"tree.{key} must be >= {least}, got {getattr(self, key)}")
+        _check_size(max(self.fed, self.top_k))
 
     @property
     def n_nodes(self) -> int:

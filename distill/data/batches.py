@@ -48,6 +48,11 @@ class Batches:
             raise UserError(
                 "training data must have at least one training conversation, got none; lower data.validation"
             )
+        if not any(data[int(i)].loss_mask[:max_len].any() for i in data.indices("train")):
+            raise UserError(
+                "training data must have supervised tokens within data.max_len, got none in the first "
+                f"{max_len} tokens of any conversation; raise data.max_len"
+            )
         assert 0 <= rank < world, "rank outside the world"
         assert max_len <= pack_len, "a conversation must fit a row"
         self.data = data

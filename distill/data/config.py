@@ -78,6 +78,11 @@ class DataConfig:
                 f"data.max_answer_tokens must leave room for a prompt in data.max_len ({self.max_len}), "
                 f"got {self.max_answer_tokens}"
             )
+        if self.source in ("self", "prompts") and self.min_answer_tokens > self.max_answer_tokens:
+            raise UserError(
+                f"data.min_answer_tokens must be at most data.max_answer_tokens ({self.max_answer_tokens}), "
+                f"got {self.min_answer_tokens}"
+            )
         self.prompt_sampling()
         self.answer_sampling()
 

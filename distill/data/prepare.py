@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -40,6 +41,9 @@ class Progress:
     tokens_per_s: float
     seconds_left: float | None
 
+
+BARREN = 1000
+"""Conversations a target may waste in a row before it counts as unable to write its own data."""
 
 OnProgress = Callable[[Progress], None]
 
@@ -164,9 +168,17 @@ def _append_all(
     begin_s, begin_tokens = budget.seconds, budget.tokens
     waiting: list[Outcome] = []
     n_kept = 0
+    barren: Counter[str] = Counter()  # why everything since the last kept conversation was dropped
     for outcome in outcomes:
         waiting.append(outcome)
         n_kept += outcome.conversation is not None
+        barren = Counter() if outcome.conversation is not None else barren + outcome.counts
+        if config.source == "self" and barren.total() >= BARREN:
+            reasons = ", ".join(f"{count} {name}" for name, count in barren.most_common(3))
+            raise UserError(
+                f"the target must write usable conversations, got none among its last {barren.total()} ({reasons}); "
+                "change data.min_answer_tokens or data.temperature, or use data=prompts"
+            )
         if n_kept >= config.shard_size:
             store.append(waiting, seconds=budget.seconds)
             waiting, n_kept = [], 0

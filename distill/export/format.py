@@ -96,6 +96,9 @@ def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = Fa
     """
     source, out = resolve_checkpoint(checkpoint), Path(out)
     _read_tensors(source, read_config(source))
+    for name in (PROVENANCE, CARD):
+        if not (source / name).is_file():
+            raise UserError(f"{source} must hold {name}, got a folder without it; export the run again")
     _check_free(out, overwrite=overwrite)
     fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
@@ -218,6 +221,8 @@ def read_config(folder: Path) -> dict[str, Any]:
     needed = {"name", "n_layers", "hidden_size", "vocab_size", "fingerprint"}
     known = set(config["target"]) if isinstance(config["target"], dict) else set()
     _same_names(needed, known & needed, f"{folder / CONFIG}: keys of target")
+    if not isinstance(config["target"]["fingerprint"], dict):
+        raise UserError(f"{folder / CONFIG}: target.fingerprint must be a mapping, got none; export the run again")
     return config
 
 
@@ -235,7 +240,7 @@ def _check_target(folder: Path, recorded: Mapping, target: Target, *, allow_mism
     now = ", ".join(f"{k} {target.fingerprint[k]}" for k in parts)
     what = f"{folder} was trained for {recorded['name']} ({then}), got {target.info.name} ({now})"
     if not allow_mismatch:
-        raise UserError(f"{what}; load that target, or pass allow_target_mismatch=true to go on with low acceptance")
+        raise UserError(f"{what}; load that target")
     warnings.warn(f"{what}; expect low acceptance", stacklevel=3)
 
 

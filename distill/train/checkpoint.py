@@ -1,7 +1,7 @@
 """Checkpoints that survive anything: written whole or not at all, the last good one never lost.
 
-``checkpoints/index.json`` names the last and the best checkpoint; it is replaced after a new file is complete and
-before an old one goes. They are this program's own files, yet loaded as plain tensors and numbers only
+Every checkpoint carries the name of the best one so far; ``checkpoints/index.json`` repeats it for readers. An old file
+goes only after the new one is complete. They are this program's own files, yet loaded as plain tensors and numbers only
 (``weights_only``): a checkpoint from elsewhere cannot run code.
 """
 
@@ -95,13 +95,18 @@ def find_last(folder: Path, *, say: Callable[[str], None]) -> Found | None:
 def find_best(folder: Path) -> Found:
     """Return the checkpoint with the highest simulated acceptance length.
 
+    The newest checkpoint knows it: the index may be older, when a run was killed between the two.
+
     Raises:
         UserError: no checkpoint yet.
     """
-    try:
-        best = json.loads((folder / INDEX).read_text())["best"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder} must hold checkpoints, got none ({error}); resume the training") from error
+    last = find_last(folder, say=lambda _: None)
+    if last is None:
+        raise UserError(f"{folder} must hold checkpoints, got none; resume the training")
+    states = AtomicCheckpointIO().load_checkpoint(last.path).get("callbacks", {}).values()
+    best = next((state["best"] for state in states if isinstance(state, dict) and "best" in state), None)
+    if best is None or not (folder / best["file"]).is_file():
+        return last
     return Found(path=folder / best["file"], step=best["step"], metrics=best["metrics"])
 
 

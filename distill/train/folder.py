@@ -10,8 +10,11 @@ logs/             metrics.csv, samples.jsonl, wandb
 export/           the drafter to take away; it appears when the run is finished
 """
 
+import contextlib
 import datetime
+import fcntl
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,16 +91,65 @@ class RunFolder:
         while not (self.plan.is_file() or self.finished):
             time.sleep(0.5)
 
-    def open(self, config: TrainConfig) -> None:
+    @contextmanager
+    def opened(self, config: TrainConfig) -> Iterator[None]:
+        """Hold the folder: ``open`` it, and undo that if the inputs are refused before any work is in it.
+
+        Raises:
+            UserError: what ``open`` raises, or another process has the folder.
+        """
+        new = self.open(config)
+        lock = os.open(self.path, os.O_RDONLY)  # the folder itself is locked: no file to leave behind
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise UserError(
+                    f"run_dir {self.path} must be used by one process at a time, got a second one; wait for the other "
+                    "or choose another run_dir"
+                ) from error
+            try:
+                self._sweep()
+                yield
+            except UserError:
+                if new:
+                    self._discard()
+                raise
+        finally:
+            os.close(lock)
+
+    def _sweep(self) -> None:
+        """Remove what a killed process left half-written."""
+        for where in (self.path, self.checkpoints, self.logs):
+            for stray in where.glob(".*.tmp"):
+                shutil.rmtree(stray) if stray.is_dir() else stray.unlink()
+
+    def _discard(self) -> None:
+        """Take an unused folder away again, so that the corrected command finds it free; data and checkpoints stay."""
+        if any(self.checkpoints.glob("step-*")) or (self.path / "data" / "manifest.json").is_file():
+            return
+        for path in (self.config, self.provenance, self.vocab, self.plan):
+            path.unlink(missing_ok=True)
+        for lock in (self.path / "data").glob(".lock"):
+            lock.unlink()
+        for folder in (self.path / "data", self.checkpoints, self.logs, self.path):
+            with contextlib.suppress(OSError):  # not empty, or not there
+                folder.rmdir()
+
+    def open(self, config: TrainConfig) -> bool:
         """Create the folder and write config and provenance, or check that ``config`` fits the run that is there.
+
+        Returns:
+            True when the run is new.
 
         Raises:
             UserError: the folder holds something else, or a run with other options; it lists them.
         """
         if self.config.is_file():
             self._check_same(config)
-            return
-        strangers = sorted(p.name for p in self.path.glob("*") if p.name not in OURS) if self.path.exists() else []
+            return False
+        there = self.path.glob("*") if self.path.is_dir() else []
+        strangers = sorted(p.name for p in there if p.name not in OURS and not p.name.startswith("."))
         if strangers or (self.path.exists() and not self.path.is_dir()):
             got = f"{self.path} with {', '.join(strangers[:3])}" if strangers else f"the file {self.path}"
             raise UserError(f"run_dir must be a new folder or one of an earlier run, got {got}")
@@ -109,6 +161,7 @@ class RunFolder:
         values = to_dict(config)
         write_atomic(self.provenance, to_json(collect(config=values)))
         write_atomic(self.config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
+        return True
 
     def note_data(self, data_hash: str) -> None:
         """Write the hash of the training data into the provenance.

@@ -138,8 +138,8 @@ class DraftModule(pl.LightningModule):
         micros = bad or range(len(step_losses))
         rows = ", ".join(name for micro in micros for name in self._row_names(micro, step_losses[micro][1]))
         raise UserError(
-            f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, {rows}; the last good "
-            "checkpoint is kept: start a new run with a lower optim.lr or trainer.precision=fp32"
+            f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, {rows}; checkpoints "
+            "written before stay: start a new run with a lower optim.lr or trainer.precision=fp32"
         )
 
     def _row_names(self, micro: int, batch: Batch) -> list[str]:

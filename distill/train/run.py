@@ -4,6 +4,7 @@ The path of a step: ``run`` -> ``DraftModule.training_step`` -> ``drafter.traini
 """
 
 import logging
+import shutil
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from distill.data import PreparedData, load_prepared, prepare
 from distill.data.datamodule import DataModule
 from distill.drafters.base import Drafter
 from distill.export import load_drafter, save_drafter, update_card
-from distill.export.files import read_json, to_json, write_atomic
+from distill.export.files import read_json, swap_folder, to_json, write_atomic
 from distill.metrics import tau
 from distill.registry import drafter_class
 from distill.target import Target, load_target
@@ -74,11 +75,14 @@ def run(config: TrainConfig) -> RunResult:
         UserError: anything the user can fix.
     """
     folder = RunFolder.choose(config)
-    first = folder.rank(config) == 0
-    if first:
-        folder.open(config)
-    else:
-        folder.wait()
+    if folder.rank(config) == 0:
+        with folder.opened(config):
+            return _run(config, folder, first=True)
+    folder.wait()
+    return _run(config, folder, first=False)
+
+
+def _run(config: TrainConfig, folder: RunFolder, *, first: bool) -> RunResult:
     if folder.finished:
         say(f"{folder.path} is finished; its drafter is in {folder.export}")
         return result_of(folder)
@@ -86,6 +90,7 @@ def run(config: TrainConfig) -> RunResult:
         torch.cuda.set_device(local_rank())
 
     target = load_target(config.target)
+    drafter_class(config.drafter["name"]).taps(config.drafter_config(), target.info)  # refused before data are written
     data = prepared_data(config, target, folder, first=first)
     drafter = new_drafter(config, target, data, folder)
     datamodule = DataModule(
@@ -210,11 +215,15 @@ def export_best(config: TrainConfig, folder: RunFolder, drafter: Drafter, prompt
     best = find_best(folder.checkpoints)
     drafter.load_state_dict(drafter_weights(best.path))
     measured = {"step": best.step, **best.metrics}
-    save_drafter(drafter, folder.export, provenance=read_json(folder.provenance), card=measured)
+    # Under another name until the figures are in: the export appears last, complete, and marks the run as finished.
+    fresh = folder.path / ".export.tmp"
+    shutil.rmtree(fresh, ignore_errors=True)
+    save_drafter(drafter, fresh, provenance=read_json(folder.provenance), card=measured)
     if prompts:
-        done = decode(load_drafter(folder.export, drafter.target), prompts, config.eval)
+        done = decode(load_drafter(fresh, drafter.target), prompts, config.eval)
         measured["export/tau"] = tau([record for generation in done for record in generation.steps])
-        update_card(folder.export, measured)
+        update_card(fresh, measured)
+    swap_folder(fresh, folder.export)
     names = {"val/tau": "simulated", "export/tau": "decoded"}
     figures = ", ".join(f"{name} {measured[key]:.2f}" for key, name in names.items() if key in measured)
     say(f"exported step {best.step} to {folder.export}; tokens per target pass: {figures or 'not measured'}")
@@ -253,5 +262,5 @@ def drafter_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 def result_of(folder: RunFolder) -> RunResult:
     """The result of a finished run."""
-    measured = read_json(folder.export / "provenance.json")["measured"]
+    measured = read_json(folder.export / "provenance.json").get("measured", {})
     return RunResult(run_dir=folder.path, export_dir=folder.export, metrics=measured)

@@ -231,3 +231,9 @@ def test_a_file_that_is_no_yaml_is_named(run):
     assert "small.yaml must be YAML, got a fault in line 2" in str(printed)
     with pytest.raises(entry.UserError, match=r"small\.yaml must be YAML"):
         entry.compose_values("train")
+
+
+def test_the_sweep_flag_may_come_last(run):
+    code, printed, jobs = run("seed=1,2", "-m")
+    assert code == 0, printed
+    assert [config.seed for config, _ in jobs] == [1, 2]

@@ -121,8 +121,11 @@ def test_the_newest_one_that_loads_is_found_and_damage_set_aside(tmp_path):
 class Trainer:
     is_global_zero = True
 
+    def __init__(self, callback):
+        self.callback = callback
+
     def save_checkpoint(self, path):
-        AtomicCheckpointIO().save_checkpoint({}, path)
+        AtomicCheckpointIO().save_checkpoint({"callbacks": {"ours": self.callback.state_dict()}}, path)
 
 
 class Module:
@@ -136,7 +139,7 @@ def test_best_and_last_are_kept(tmp_path):
     for step, tau in [(1, None), (2, 1.5), (3, None), (4, 2.0), (5, None), (6, 1.9), (7, None), (8, 1.8)]:
         if tau:
             module.validated[step] = module.metrics["val/tau"] = tau
-        callback.after_step(Trainer(), module, step)
+        callback.after_step(Trainer(callback), module, step)
         index = json.loads((tmp_path / "index.json").read_text())
         assert (tmp_path / index["best"]["file"]).is_file()
         assert (tmp_path / index["last"]).is_file()
@@ -144,7 +147,7 @@ def test_best_and_last_are_kept(tmp_path):
     assert (find_best(tmp_path).step, find_best(tmp_path).metrics) == (4, {"val/tau": 2.0})
     again = Checkpoints(tmp_path, plan, keep=2)
     again.load_state_dict(callback.state_dict())
-    again.after_step(Trainer(), module, 9)
+    again.after_step(Trainer(again), module, 9)
     assert find_best(tmp_path).step == 4
 
 
@@ -153,7 +156,7 @@ def test_a_new_best_is_kept_between_two_checkpoints(tmp_path):
     callback, module = Checkpoints(tmp_path, plan, keep=1), Module()
     for step, tau in [(2, 1.5), (4, 1.2), (6, 1.8)]:
         module.validated[step] = tau
-        callback.after_step(Trainer(), module, step)
+        callback.after_step(Trainer(callback), module, step)
     assert [int(p.stem[5:]) for p in tmp_path.glob("*.ckpt")] == [6]
 
 
@@ -161,8 +164,22 @@ def test_without_validation_the_newest_is_the_best(tmp_path):
     plan = Plan(max_steps=10, val_every=99, checkpoint_every=1, decode_every=99, seconds={})
     callback = Checkpoints(tmp_path, plan, keep=1)
     for step in (1, 2, 3):
-        callback.after_step(Trainer(), Module(), step)
+        callback.after_step(Trainer(callback), Module(), step)
     assert find_best(tmp_path).step == 3
+
+
+@pytest.mark.parametrize("index", [None, "{", '{"last": "step-00000002.ckpt", "best": null}'])
+def test_the_best_is_known_without_the_index(tmp_path, index):
+    """A kill between the checkpoint and the index leaves an old index or none."""
+    plan = Plan(max_steps=10, val_every=2, checkpoint_every=1, decode_every=99, seconds={})
+    callback, module = Checkpoints(tmp_path, plan, keep=1), Module()
+    for step, tau in [(2, 1.5), (4, 2.0), (6, 1.9)]:
+        module.validated[step] = module.metrics["val/tau"] = tau
+        callback.after_step(Trainer(callback), module, step)
+    (tmp_path / "index.json").unlink()
+    if index is not None:
+        (tmp_path / "index.json").write_text(index)
+    assert (find_best(tmp_path).step, find_best(tmp_path).metrics) == (4, {"val/tau": 2.0})
 
 
 def test_no_checkpoint_is_a_sentence(tmp_path):

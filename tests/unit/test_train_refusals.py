@@ -1,0 +1,143 @@
+"""Faults a user found: refused runs leave nothing behind, and nothing is lost or doubled around a run's folder."""
+
+import importlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import train_tools as tools
+
+from distill.data import Conversation, DataConfig, PreparedData, prepare
+from distill.data.batches import Batches
+from distill.errors import UserError
+from distill.export import copy_export, load_drafter, save_drafter
+from distill.losses import LossConfig
+from distill.target.tiny import tiny_target
+from distill.train.folder import RunFolder
+from distill.train.run import result_of, run
+from distill.tree import Chain, Dynamic
+
+
+def test_a_refused_source_leaves_no_folder(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    config = tools.config(tmp_path / "run")
+    data = replace(config.data, source="prompts", path=str(tmp_path / "empty.jsonl"))
+    with pytest.raises(UserError, match=r"empty\.jsonl"):
+        run(replace(config, data=data))
+    assert not (tmp_path / "run").exists()
+
+
+def test_taps_are_refused_before_data_are_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("distill.train.run.prepare", lambda *_: pytest.fail("data were written first"))
+    config = tools.config(tmp_path / "run")
+    with pytest.raises(UserError, match=r"drafter\.taps"):
+        run(replace(config, drafter={**config.drafter, "taps": [99]}))
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_was_worked_for_stays_after_a_refusal(tmp_path):
+    config = tools.config(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+
+    def work_and_fail():
+        with folder.opened(config):
+            (folder.path / "data").mkdir()
+            (folder.path / "data" / "manifest.json").write_text("{}")
+            raise UserError("later")
+
+    with pytest.raises(UserError, match="later"):
+        work_and_fail()
+    assert (folder.path / "data" / "manifest.json").is_file()
+    assert folder.config.is_file()
+
+
+def test_one_process_at_a_time(tmp_path):
+    config = tools.config(tmp_path / "run")
+    with RunFolder(tmp_path / "run").opened(config):
+        second = RunFolder(tmp_path / "run")
+        with pytest.raises(UserError, match="one process at a time"), second.opened(config):
+            pytest.fail("two processes in one run")
+        assert second.config.is_file()
+    with RunFolder(tmp_path / "run").opened(config):
+        pass
+
+
+def test_half_written_files_of_a_killed_process_are_swept(tmp_path):
+    config = tools.config(tmp_path / "run")
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / ".provenance.json.123.tmp").write_text("{")
+    with folder.opened(config):
+        pass
+    (folder.checkpoints / ".index.json.5.tmp").write_text("{")
+    (folder.path / ".export.tmp").mkdir()
+    with folder.opened(config):
+        assert not [path for path in folder.path.rglob(".*.tmp")]
+
+
+def test_a_killed_export_is_measured_again(tmp_path, monkeypatch):
+    """The export appears only with its decoded figure."""
+    tools.in_memory(monkeypatch)
+
+    def killed(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("distill.train.run.update_card", killed)
+        with pytest.raises(KeyboardInterrupt):
+            run(tools.config(tmp_path / "run"))
+    assert not (tmp_path / "run" / "export").exists()
+    result = run(tools.config(tmp_path / "run"))
+    assert result.metrics["export/tau"] >= 1
+    assert not [path for path in (tmp_path / "run").rglob(".*.tmp")]
+    provenance = tmp_path / "run" / "export" / "provenance.json"
+    provenance.write_text("{}")
+    assert result_of(RunFolder(tmp_path / "run")).metrics == {}
+
+
+def test_a_target_that_writes_nothing_usable_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.import_module("distill.data.prepare"), "BARREN", 12)
+    monkeypatch.setattr("distill.data.writer.is_degenerate", lambda ids: True)
+    config = DataConfig(n_conversations=4, slots=4, max_prompt_tokens=12, max_answer_tokens=8, max_len=96, pack_len=96)
+    with pytest.raises(UserError, match="must write usable conversations, got none among its last 1[2-9]"):
+        prepare(config, tiny_target(vocab_size=100, tokenizer=True), tmp_path / "data", lambda _: None)
+
+
+def test_answers_longer_than_the_longest_are_refused():
+    with pytest.raises(UserError, match=r"min_answer_tokens must be at most data\.max_answer_tokens \(32\), got 100"):
+        DataConfig(min_answer_tokens=100, max_answer_tokens=32)
+
+
+def test_nothing_supervised_within_max_len_is_refused():
+    mask = np.arange(20) >= 10
+    data = PreparedData.from_conversations(
+        [Conversation(ids=np.arange(20, dtype=np.int32), loss_mask=mask, key=1)], vocab_size=32, validation=0.0
+    )
+    assert Batches(data, pack_len=11, max_len=11, batch_size=1).step(0)
+    with pytest.raises(UserError, match="supervised tokens within"):
+        Batches(data, pack_len=10, max_len=10, batch_size=1)
+
+
+def test_sizes_that_cannot_be_meant_are_refused():
+    with pytest.raises(UserError, match=r"loss\.chunk must be at least 1, got 0"):
+        LossConfig(chunk=0)
+    with pytest.raises(UserError, match="at most 4096 nodes"):
+        Dynamic(top_k=100_000, depth=4, total=10)
+    with pytest.raises(UserError, match="at most 4096 nodes"):
+        Chain(5000)
+    for name in ("intermediate_size", "draft_vocab_size"):
+        with pytest.raises(UserError, match=f"drafter.{name} must be >= 1, got 0"):
+            tools.drafter(**{name: 0})
+
+
+def test_a_damaged_export_is_a_sentence(tmp_path):
+    folder = save_drafter(tools.drafter(), tmp_path / "export", provenance={})
+    (folder / "provenance.json").unlink()
+    with pytest.raises(UserError, match=r"must hold provenance\.json"):
+        copy_export(folder, tmp_path / "copy")
+    config = json.loads((folder / "config.json").read_text())
+    config["target"]["fingerprint"] = None
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"target\.fingerprint must be a mapping"):
+        load_drafter(folder, tools.target())
