@@ -35,7 +35,7 @@ TARGET_S, REPORT_S, COSTS_S, UNKNOWN_S = 60.0, 5.0, 30.0, 120.0
 """Rough times of what has no budget, for the time left."""
 
 
-PLANS = (PlanConfig(name="chain", length=3), PlanConfig(name="dynamic", top_k=4, depth=4, total=12))
+PLANS = (PlanConfig(name="chain", length=3), PlanConfig(name="dynamic", top_k=6, depth=4, total=16))
 """Measured where ``bench.trees`` names none: small proposals, since a pass over many tokens is dear on a CPU."""
 
 
