@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -90,7 +91,8 @@ def _run(config: TrainConfig, folder: RunFolder, *, first: bool) -> RunResult:
         torch.cuda.set_device(local_rank())
 
     target = load_target(config.target)
-    drafter_class(config.drafter["name"]).taps(config.drafter_config(), target.info)  # refused before data are written
+    kind: Any = drafter_class(config.drafter["name"])
+    kind.taps(config.drafter_config(), target.info)  # what does not fit is refused before data are written
     data = prepared_data(config, target, folder, first=first)
     drafter = new_drafter(config, target, data, folder)
     datamodule = DataModule(
