@@ -149,8 +149,7 @@ class _Teacher:
     """The target's distribution at chosen rows, seen through the draft vocabulary."""
 
     def __init__(self, target: Target, last_RD: Tensor, vocab: DraftVocab | None):
-        self.target, self.last_RD = target, last_RD
-        self.columns = None if vocab is None else vocab.target_ids
+        self.target, self.last_RD, self.vocab = target, last_RD, vocab
 
     @torch.no_grad()
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -159,14 +158,9 @@ class _Teacher:
             logits_CV = _wide(self.target.logits(self.last_RD[rows]))
         choice_C = logits_CV.argmax(-1)
         normaliser_C = logits_CV.logsumexp(-1)
-        if self.columns is None:
+        if self.vocab is None:
             return logits_CV, normaliser_C, choice_C
-        place = torch.searchsorted(self.columns, choice_C).clamp(max=len(self.columns) - 1)
-        return (
-            logits_CV[:, self.columns],
-            normaliser_C,
-            torch.where(self.columns[place] == choice_C, place, -1),
-        )
+        return logits_CV[:, self.vocab.target_ids], normaliser_C, self.vocab.from_target(choice_C)
 
 
 class _ChunkedLoss(torch.autograd.Function):

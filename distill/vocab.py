@@ -48,8 +48,9 @@ class DraftVocab(nn.Module):
 
     def from_target(self, ids: Tensor) -> Tensor:
         """Target ids -> draft ids, -1 for ids outside the draft vocabulary."""
-        rank = self.t2d.long().cumsum(0) - 1
-        return torch.where(self.t2d[ids], rank[ids], -1)
+        kept = self.target_ids
+        place = torch.searchsorted(kept, ids).clamp(max=self.size - 1)
+        return torch.where(kept[place] == ids, place, -1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,241 @@
+"""Losses: heads, precision of the teacher, feature regression, memory, single positions by hand."""
+
+import math
+
+import pytest
+import torch
+from loss_tools import NAMES, B, D, Head, K, L, V, W, gradients, reference, run, setting
+from oracles import pack
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distill.alignment import recurrent_mask
+from distill.losses import LossConfig, pointwise, total
+from distill.types import StepPrediction, TargetOutput
+
+# -- heads
+
+
+class TwoLayers(nn.Module):
+    """A head with a bias, a hidden layer and a frozen weight."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first = nn.Linear(D, 6).double()
+        self.second = nn.Linear(6, width).double()
+        self.second.weight.requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def test_head_of_several_parameters():
+    s = setting(head=TwoLayers(W))
+    learned = [p for p in s.head.parameters() if p.requires_grad]
+    want, got = reference(s, "ce")[0], run(s).loss
+    for ours, theirs in zip(torch.autograd.grad(got, learned), torch.autograd.grad(want, learned), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+    run(s).loss.backward()
+    assert s.head.second.weight.grad is None
+
+
+def test_one_head_per_step():
+    """Medusa: each head learns from its own step alone."""
+    s = setting()
+    heads = [nn.Linear(D, W, bias=False).double() for _ in range(K)]
+    s.predictions = [
+        StepPrediction(hidden_BLD=p.hidden_BLD, head=h, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
+        for p, h in zip(s.predictions, heads, strict=True)
+    ]
+    weights = [h.weight for h in heads]
+    want, got = reference(s, "ce")[0], run(s).loss
+    for ours, theirs in zip(torch.autograd.grad(got, weights), torch.autograd.grad(want, weights), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_frozen_head():
+    """A plain function (the target's own head) has no weights to train; the hidden states still learn."""
+    s = setting(pruned=False)
+    s.head = nn.Linear(D, V)  # nothing uses it
+    s.predictions = [
+        StepPrediction(hidden_BLD=p.hidden_BLD, head=s.target.logits, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
+        for p in s.predictions
+    ]
+    want, got = reference(s, "kl")[0], run(s, "kl").loss
+    for ours, theirs in zip(torch.autograd.grad(got, s.hiddens), torch.autograd.grad(want, s.hiddens), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_head_over_frozen_features():
+    """Hidden states that need no gradient (a bare head on the target's features): the head must still learn."""
+    s = setting()
+    for hidden in s.hiddens:
+        hidden.requires_grad_(False)
+    want, got = reference(s, "ce")[0], run(s).loss
+    ours, theirs = torch.autograd.grad(got, s.head.weight)[0], torch.autograd.grad(want, s.head.weight)[0]
+    assert float(theirs.norm()) > 0
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+
+
+def test_under_autocast():
+    """fp32 weights, bf16 matrix products: gradients come out in fp32, near the exact ones."""
+    s = setting(dtype=torch.float32, seed=2)
+    exact = gradients(s, run(s).loss)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = run(s).loss
+    for ours, theirs in zip(gradients(s, loss), exact, strict=True):
+        assert ours.dtype == torch.float32
+        assert float((ours - theirs).norm()) <= 0.05 * float(theirs.norm())
+
+
+def test_the_teacher_keeps_its_precision_under_autocast():
+    """What the target would choose must not depend on the precision the drafter trains in.
+
+    Rounded to bf16, close logits tie or swap, so hits, misses and positions without loss would differ from decoding.
+    """
+    s = setting(dtype=torch.float32, seed=2)
+    s.target.weight, s.output.last_BLD.data = s.target.weight.float(), s.output.last_BLD.float()
+    seen = []
+
+    def logits(hidden):
+        out = hidden @ s.target.weight.T
+        seen.append(out.dtype)
+        return out
+
+    s.target.logits = logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        run(s)
+    assert set(seen) == {torch.float32}
+
+
+# -- feature regression
+
+
+def test_feature_regression():
+    """Smooth L1 with beta 1, mean over D, sum over counting positions, weighted and normalised like the rest."""
+    s = setting()
+    wanted = torch.randn(B, L, D, dtype=torch.float64)
+    mask = recurrent_mask(s.batch, 0)
+    feature = StepPrediction(
+        hidden_BLD=s.hiddens[0],
+        head=s.head,
+        shift=2,
+        mask_BL=mask,
+        weight=2.0,
+        kind="feature",
+        feature_target_BLD=wanted,
+    )
+    logits = StepPrediction(hidden_BLD=s.hiddens[0], head=s.head, shift=2, mask_BL=mask, weight=0.5)
+
+    def smooth(error):
+        a = error.abs()
+        return torch.where(a < 1, 0.5 * a * a, a - 0.5)
+
+    rows = mask.nonzero().tolist()
+    regression = sum(smooth(s.hiddens[0][b, i] - wanted[b, i]).mean() for b, i in rows)
+    s.predictions = [feature]
+    got = run(s).loss
+    want = 2.0 * regression / (2.0 * s.batch.denominator)
+    torch.testing.assert_close(got, want.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(s, got)[0], gradients(s, want)[0], rtol=1e-5, atol=1e-9)
+    s.predictions = [logits]
+    ce = reference(s, "ce")[0] * 0.5 * s.batch.denominator
+    s.predictions = [feature, logits]
+    both = run(s).loss
+    regression = sum(smooth(s.hiddens[0][b, i] - wanted[b, i]).mean() for b, i in rows)
+    want = (2.0 * regression + ce) / (2.5 * s.batch.denominator)
+    torch.testing.assert_close(both, want.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradients(s, both)[0], gradients(s, want)[0], rtol=1e-5, atol=1e-9)
+
+
+def test_feature_regression_keeps_double_precision():
+    s = setting()
+    wanted = s.hiddens[0].detach() + 1e-9
+    s.predictions = [
+        StepPrediction(
+            hidden_BLD=s.hiddens[0],
+            head=s.head,
+            shift=2,
+            mask_BL=recurrent_mask(s.batch, 0),
+            weight=1.0,
+            kind="feature",
+            feature_target_BLD=wanted,
+        )
+    ]
+    share = float(s.predictions[0].mask_BL.sum()) / s.batch.denominator
+    assert float(run(s).loss.detach()) == pytest.approx(0.5e-18 * share, rel=1e-4, abs=0)
+
+
+# -- memory
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation returned, forward or backward."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, torch.Tensor):
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_never_held_whole(name):
+    length, vocab, chunk = 300, 2000, 4
+    batch = pack([[(torch.randint(0, 9, (length,)).tolist(), [1] * length)]], length)
+    head, target = nn.Linear(D, vocab, bias=False), Head(vocab, dtype=torch.float32)
+    hidden = torch.randn(1, length, D, requires_grad=True)
+    predictions = [
+        StepPrediction(hidden_BLD=hidden, head=head, shift=2 + k, mask_BL=recurrent_mask(batch, k), weight=1.0)
+        for k in range(K)
+    ]
+    output = TargetOutput(last_BLD=torch.randn(1, length, D), taps={})
+    with Largest() as largest:
+        total(
+            predictions, batch, output, target=target, vocab=None, config=LossConfig(name=name, chunk=chunk)
+        ).loss.backward()
+    assert largest.numel == max(vocab * D, chunk * vocab), "the head's gradient is the largest thing there is"
+    assert largest.numel * 30 < length * vocab
+    with Largest() as control:
+        head(hidden)
+    assert control.numel == length * vocab
+
+
+# -- one position by hand
+
+
+def test_pointwise_by_hand():
+    """Three tokens, of which the draft knows the first two: p = (1/2, 1/4, 1/4), q = (1/4, 3/4)."""
+    p = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
+    logits_p, logits_q = p.log()[None], torch.tensor([[0.25, 0.75]], dtype=torch.float64).log()
+    kept = (2 / 3, 1 / 3)
+    want = {
+        "ce": -(kept[0] * math.log(0.25) + kept[1] * math.log(0.75)),
+        "kl": kept[0] * math.log(kept[0] / 0.25) + kept[1] * math.log(kept[1] / 0.75),
+        "reverse_kl": 0.25 * math.log(0.25 / kept[0]) + 0.75 * math.log(0.75 / kept[1]),
+        "tv": 1 - (0.25 + 0.25),  # the target's mass outside the draft's vocabulary can never be accepted
+        "lk": -math.log(0.5),
+    }
+    for name, value in want.items():
+        loss, alpha = pointwise(name, logits_p[:, :2], logits_p.logsumexp(-1), logits_q)
+        assert float(loss) == pytest.approx(value, rel=1e-12)
+        assert float(alpha) == pytest.approx(0.5, rel=1e-12)
+
+
+def test_a_draft_equal_to_the_target():
+    """KL and TV are 0, alpha is 1, and there is no gradient."""
+    s = setting(pruned=False, steps=1)
+    s.output.last_BLD.copy_(s.hiddens[0].detach().roll(1, 1))
+    s.target.logits = lambda hidden: hidden @ s.head.weight.detach().T
+    for name in ("kl", "reverse_kl", "tv", "lk"):
+        got = run(s, name)
+        assert float(got.loss.detach()) == pytest.approx(0, abs=1e-12)
+        assert got.alpha_K.tolist() == pytest.approx(got.count_K.tolist())
+        assert torch.equal(got.hits_KBL, got.valid_KBL)
+        if name in ("kl", "reverse_kl"):
+            assert all(float(g.abs().max()) < 1e-12 for g in gradients(s, got.loss))
