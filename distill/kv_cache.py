@@ -22,6 +22,8 @@ class KVCache(Cache):
         head_dim: width of a head.
         dtype: element type.
         device: where the tensor lives.
+        bucket: attention sees a multiple of this many slots (masked ones included), so that shapes repeat from
+            round to round; 1 where shapes may change freely.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class KVCache(Cache):
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        bucket: int = 1,
     ):
         super().__init__(layers=[])
         # Zeros, not empty: a masked slot still enters 0 * value, and NaN there would spread.
@@ -41,7 +44,9 @@ class KVCache(Cache):
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
         self.longest = 0  # host copy of max(lengths_B): attention reads only that many slots
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
+        self.bucket = bucket
         self._slots_BN: Tensor | None = None
+        self._start: int | None = None  # where a single row's slots begin, known on the host: a slice is enough
         self._view = 0
 
     @property
@@ -64,18 +69,39 @@ class KVCache(Cache):
         self._slots_BN = start_B1 + torch.arange(n_new, device=start_B1.device)
         needed = self.longest + behind + n_new
         assert needed <= self.capacity, f"cache holds {self.capacity} slots a row, {needed} needed"
-        self._view = needed
-        return needed
+        self._start = self.longest + behind if self.kv.shape[2] == 1 and self.kv.device.type == "cpu" else None
+        self._view = min(self.capacity, -(-needed // self.bucket) * self.bucket)
+        return self._view
+
+    @property
+    def slots_BN(self) -> Tensor:  # noqa: N802 - a tensor, with its shape letters
+        """Where the announced entries go, for writers that do so themselves."""
+        assert self._slots_BN is not None, "begin() must announce the write first"
+        return self._slots_BN
+
+    @property
+    def view(self) -> int:
+        """Slots attention sees in the announced step."""
+        return self._view
+
+    def write(self, layer_idx: int, k_BNHK: Tensor, v_BNHK: Tensor) -> tuple[Tensor, Tensor]:
+        """Write keys and values of one layer; return all visible ones, each [B, H, view, K]."""
+        slots_BN = self.slots_BN
+        layer = self.kv[layer_idx]
+        if self._start is not None:
+            slots = slice(self._start, self._start + k_BNHK.shape[1])
+            layer[0, 0, :, slots].copy_(k_BNHK[0].transpose(0, 1))
+            layer[1, 0, :, slots].copy_(v_BNHK[0].transpose(0, 1))
+        else:
+            layer[0][self._rows_B1, :, slots_BN] = k_BNHK
+            layer[1][self._rows_B1, :, slots_BN] = v_BNHK
+        return layer[0, :, :, : self._view], layer[1, :, :, : self._view]
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args, **kwargs
     ) -> tuple[Tensor, Tensor]:
-        """Write keys and values [B, H, N, K] of one layer and return all visible ones [B, H, view, K]."""
-        assert self._slots_BN is not None, "begin() must announce the write first"
-        layer = self.kv[layer_idx]
-        layer[0][self._rows_B1, :, self._slots_BN] = key_states.transpose(1, 2)
-        layer[1][self._rows_B1, :, self._slots_BN] = value_states.transpose(1, 2)
-        return layer[0, :, :, : self._view], layer[1, :, :, : self._view]
+        """The same for keys and values [B, H, N, K], as transformers hands them over."""
+        return self.write(layer_idx, key_states.transpose(1, 2), value_states.transpose(1, 2))
 
     def commit(self, path_BP: Tensor, n_B: Tensor, *, longest: int) -> None:
         """Keep the scratch entries ``path_BP[b, :n_B[b]]`` (indices into the last write), drop the others.
@@ -116,6 +142,7 @@ class KVCache(Cache):
             head_dim=dim,
             dtype=self.kv.dtype,
             device=self.kv.device,
+            bucket=self.bucket,
         )
         index = torch.tensor(rows, device=self.kv.device)
         kept.kv[:, :, :, :, :longest] = self.kv[:, :, index, :, :longest]

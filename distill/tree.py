@@ -17,6 +17,9 @@ from distill.types import DraftTree, Frontier
 def geometry(parents_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     """Return (ancestors_BNN bool with the diagonal set, depths_BN) by following parents ``max_depth`` times."""
     batch, n = parents_BN.shape
+    if max_depth == 0:
+        zeros = torch.zeros_like(parents_BN)
+        return zeros.eq(0)[:, :, None].expand(batch, n, n), zeros
     current = torch.arange(n, device=parents_BN.device).expand(batch, n)
     ancestors = torch.zeros(batch, n, n, dtype=torch.bool, device=parents_BN.device)
     for _ in range(max_depth + 1):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from distill.config import opt, to_dict
+from distill.decode import Engine
 from distill.errors import UserError
 from distill.export import collect, resolve_checkpoint
 from distill.export.format import read_config
@@ -56,6 +57,7 @@ class Config:
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
     trees: list[PlanConfig] = opt([], "further plans, each an arm of its own, e.g. [{name:chain,length:3}]")
     verifier: str = opt("match", "verification rule: match")
+    engine: Engine = opt("fast", "fast, or eager: the target's own forward; all arms but hf share it")
     temperature: float = opt(0.0, "sampling temperature; 0 is greedy")
     top_k: int = opt(0, "sample among the k most likely tokens; 0 switches it off")
     top_p: float = opt(1.0, "sample among the most likely tokens of this mass; 1 switches it off")
@@ -158,10 +160,17 @@ def _threads(count: int) -> Iterator[None]:
 
 def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
     sampling = config.sampling()
-    arms = [DecoderArm(pair.target, sampling=sampling)]
+    arms = [DecoderArm(pair.target, sampling=sampling, engine=config.engine)]
     for tree in [config.tree, *config.trees]:
         plan = make_plan(tree)
-        arm = DecoderArm(pair.target, drafter=pair.drafter, plan=plan, sampling=sampling, verifier=config.verifier)
+        arm = DecoderArm(
+            pair.target,
+            drafter=pair.drafter,
+            plan=plan,
+            sampling=sampling,
+            verifier=config.verifier,
+            engine=config.engine,
+        )
         if arm.name in [other.name for other in arms]:
             raise UserError(f"tree and trees must be different plans, got {arm.name} twice")
         arms.append(arm)
@@ -213,7 +222,9 @@ def _costs(
 ) -> CostReport:
     """Measure v(T) at every arm's width and instrument a few prompts."""
     chosen = [encode(target, opening(p), chat=config.chat) for p in prompts[:COST_PROMPTS]]
-    curve = verify_curve(target, widths=[*WIDTHS, *(arm.plan.n_nodes for arm in arms if arm.plan is not None)])
+    curve = verify_curve(
+        arms[0].decoder.model, widths=[*WIDTHS, *(arm.plan.n_nodes for arm in arms if arm.plan is not None)]
+    )
     rounds = round_costs(arms, chosen, max_new_tokens=min(COST_TOKENS, config.max_new_tokens))
     own = {arm.name: [r for r in records if r.arm == arm.name] for arm in arms}
     taus = {name: stats.acceptance(found)[0] for name, found in own.items()}
@@ -240,6 +251,7 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
             "seed": config.seed,
             "chat": config.chat,
             "batch_size": 1,
+            "engine": config.engine,
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "threads": torch.get_num_threads(),

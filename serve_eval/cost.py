@@ -19,7 +19,7 @@ from distill.attention import tree_mask
 from distill.decode import StepRecord
 from distill.errors import UserError
 from distill.kv_cache import KVCache
-from distill.target import Target
+from distill.target import FastTarget, Target
 from serve_eval.arms import DecoderArm, now, rotation
 from serve_eval.rows import SCHEMA_VERSION, write_text
 
@@ -97,12 +97,12 @@ class CostReport:
 
 @torch.inference_mode()
 def verify_curve(
-    target: Target, *, context: int = 256, rounds: int = 7, widths: Sequence[int] = WIDTHS, seed: int = 0
+    target: Target | FastTarget, *, context: int = 256, rounds: int = 7, widths: Sequence[int] = WIDTHS, seed: int = 0
 ) -> VerifyCurve:
     """Measure v(T), every width interleaved with T = 1 so that drift cancels.
 
     Args:
-        target: the frozen target.
+        target: the frozen target, or its fast twin.
         context: cached tokens the pass attends to.
         rounds: measurements per width; two warm-up rounds are not counted.
         widths: token counts; 1 is added where missing.
@@ -133,7 +133,7 @@ def verify_curve(
     )
 
 
-def _chain_pass(target: Target, cache: KVCache, ids_BN: torch.Tensor) -> list[int]:
+def _chain_pass(target: Target | FastTarget, cache: KVCache, ids_BN: torch.Tensor) -> list[int]:
     """One pass over a chain hanging below the committed tokens, its choices read back to the host as decoding does."""
     count = ids_BN.shape[1]
     depths_BN = torch.arange(count, device=ids_BN.device)[None]
@@ -147,10 +147,10 @@ def _chain_pass(target: Target, cache: KVCache, ids_BN: torch.Tensor) -> list[in
         window=target.info.sliding_window,
     )
     output = target.forward(ids_BN, positions_BL=cache.lengths_B[:, None] + depths_BN, mask=mask, cache=cache)
-    return target.logits(output.last_BLD).argmax(-1)[0].tolist()
+    return target.logits(output.last_BLD).float().argmax(-1)[0].tolist()
 
 
-def _timed(target: Target, call: Callable[[], Any]) -> float:
+def _timed(target: Target | FastTarget, call: Callable[[], Any]) -> float:
     start = now(target.device)
     call()
     return now(target.device) - start
@@ -184,7 +184,7 @@ def _instrumented(arm: DecoderArm) -> Iterator[_Stopwatch]:
     """Time the target's and the drafter's calls by shadowing the methods on these two objects only."""
     decoder = arm.decoder
     watch = _Stopwatch(decoder.target.device)
-    shadows: list[tuple[Any, str, str]] = [(decoder.target, "forward", "target"), (decoder.target, "logits", "target")]
+    shadows: list[tuple[Any, str, str]] = [(decoder.model, "forward", "target"), (decoder.model, "logits", "target")]
     if decoder.drafter is not None:
         shadows += [(decoder.drafter, "step", "draft"), (decoder.drafter, "extend", "extend")]
     before = [vars(owner).get(method) for owner, method, _ in shadows]

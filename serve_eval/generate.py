@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distill.config import opt
-from distill.decode import Decoder, Generation, StepRecord
+from distill.decode import Decoder, Engine, Generation, StepRecord
 from distill.errors import UserError
 from distill.metrics import accept_by_depth, tau
 from distill.sampling import Sampling
@@ -37,6 +37,7 @@ class Config:
     temperature: float = opt(0.0, "sampling temperature; 0 is greedy")
     top_k: int = opt(0, "sample among the k most likely tokens; 0 switches it off")
     top_p: float = opt(1.0, "sample among the most likely tokens of this mass; 1 switches it off")
+    engine: Engine = opt("fast", "fast, or eager: the target's own forward")
     seed: int = opt(0, "keys the sampling noise: the same seed gives the same text")
     max_new_tokens: int = opt(256, "generated tokens at most")
     chat: bool = opt(True, "put the prompt through the chat template; false continues it as plain text")
@@ -58,7 +59,9 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.prompt})
     prompt = encode(target, messages, chat=config.chat)
-    decoder = Decoder(target, pair.drafter, plan=plan, sampling=sampling, verifier=config.verifier)
+    decoder = Decoder(
+        target, pair.drafter, plan=plan, sampling=sampling, verifier=config.verifier, engine=config.engine
+    )
     console = console or Console(soft_wrap=True)
     printer = Printer(console, TextStream(partial(target.decode, skip_special_tokens=True)), marks=config.marks)
     (out,) = decoder.generate([prompt], max_new_tokens=config.max_new_tokens, on_step=printer)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from distill.config import opt, to_dict
-from distill.decode import Decoder, Generation
+from distill.decode import Decoder, Engine, Generation
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export import collect
@@ -59,6 +59,7 @@ class Config:
     prompts: list[str] = opt(["mtbench"], "prompt sets: mtbench, humaneval, or JSON-lines files")
     limit: int | None = opt(4, "prompts per set, spread evenly over its categories; null takes all")
     trees: list[PlanConfig] = opt([], "plans to check; empty checks a chain, a static and a dynamic tree")
+    engine: Engine = opt("fast", "fast, or eager: the target's own forward; the oracle always recomputes with that")
     temperatures: list[float] = opt([0.0, 0.7, 1.0], "temperatures to check; 0 is greedy")
     top_k: int = opt(50, "top-k of one further setting at the highest temperature; 0 leaves the filter out")
     top_p: float = opt(0.9, "top-p of that setting; 1 leaves the filter out")
@@ -147,7 +148,9 @@ def run(config: Config) -> VerifyResult:
     limit = config.max_new_tokens
     with meter(len(work), "verifying", unit="prompts") as advance:
         for sampling, index in work:
-            outputs = _outputs(target, (learnt, replay), plans, ids[index], sampling, index * TURN_STRIDE, limit)
+            outputs = _outputs(
+                target, (learnt, replay), plans, ids[index], sampling, index * TURN_STRIDE, limit, config.engine
+            )
             for drafter, plan, out in outputs:
                 key = ("none" if drafter is None else drafter.name, "plain" if plan is None else plan_label(plan))
                 check = checks.setdefault((*key, sampling), Check.of(*key, sampling))
@@ -180,18 +183,19 @@ def _outputs(
     sampling: Sampling,
     request_id: int,
     limit: int,
+    engine: Engine,
 ) -> Iterator[tuple[Drafter | None, Plan | None, Generation]]:
     """Decode one prompt plainly and with every pair of drafter and plan."""
 
     def generate(decoder: Decoder) -> Generation:
         return decoder.generate([prompt], max_new_tokens=limit, request_ids=[request_id])[0]
 
-    plain = generate(Decoder(target, sampling=sampling))
+    plain = generate(Decoder(target, sampling=sampling, engine=engine))
     yield None, None, plain
     drafters[1].script = prompt + plain.ids
     for drafter in drafters:
         for plan in plans:
-            yield drafter, plan, generate(Decoder(target, drafter, plan=plan, sampling=sampling))
+            yield drafter, plan, generate(Decoder(target, drafter, plan=plan, sampling=sampling, engine=engine))
 
 
 def judge(

@@ -6,9 +6,10 @@ Per round there is one pass of the target and one read from the device to the ho
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distill.attention import tree_mask
 from distill.decode.coupling import CoupledRanker, RoundNoise
@@ -18,11 +19,13 @@ from distill.decode.verify import check_pair, match
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.kv_cache import KVCache
+from distill.packed import Packing
 from distill.sampling import Sampling
 from distill.target import Target
 from distill.tree import Plan, geometry, grow, root_only
 from distill.types import TargetOutput
 
+Engine = Literal["eager", "fast"]
 OnStep = Callable[[int, StepRecord | None, list[int]], None]
 
 
@@ -35,6 +38,8 @@ class Decoder:
         plan: shape of the proposals; required with a drafter.
         sampling: temperature, filters and seed.
         verifier: ``match``.
+        engine: ``eager`` runs the target's own forward, ``fast`` the same weights with a quicker decode step
+            (``target/fast.py``); drafting and plain decoding alike.
         prefill_chunk: prompt tokens per target pass.
 
     Raises:
@@ -49,11 +54,19 @@ class Decoder:
         plan: Plan | None = None,
         sampling: Sampling | None = None,
         verifier: str = "match",
+        engine: Engine = "eager",
         prefill_chunk: int = 512,
     ):
         assert (drafter is None) == (plan is None), "a drafter needs a plan and a plan a drafter"
+        if engine not in get_args(Engine):
+            raise UserError(f"engine must be one of {', '.join(get_args(Engine))}, got {engine!r}")
         self.target = target
+        self.engine = engine
+        self.model: Any = target.fast if engine == "fast" else target
+        """What passes go through: the target itself, or its fast twin."""
         self.drafter = drafter
+        if isinstance(drafter, nn.Module) and engine == "fast":
+            Packing(drafter)
         self.plan = plan
         self.sampling = sampling or Sampling()
         self.prefill_chunk = prefill_chunk
@@ -160,7 +173,7 @@ class Decoder:
         extra = 1 if self.plan is None else max(self.plan.n_nodes, self.plan.fed) + self.plan.depth + 1
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + extra
         rows = Rows(
-            cache=self.target.new_cache(batch, capacity),
+            cache=self.model.new_cache(batch, capacity),
             drafter=None if self.drafter is None else self.drafter.new_state(batch, capacity),
             root_B=torch.zeros(batch, dtype=torch.long, device=device),
             request_B=torch.tensor([r.request_id for r in requests], device=device),
@@ -200,7 +213,7 @@ class Decoder:
         last_B = (n_B - 1).clamp(min=0)
         hidden_B1D = output.last_BLD[torch.arange(len(prompts), device=device), last_B][:, None]
         noise = self._noise(rows, rows.cache.lengths_B + n_B, count=1)
-        first_B = self._choose(rows, self.target.logits(hidden_B1D), noise, depths_BL[:, :1])
+        first_B = self._choose(rows, self.model.logits(hidden_B1D), noise, depths_BL[:, :1])
         follows = [p[end] if len(p) > end else 0 for p in prompts]
         ends_here_B = torch.tensor([begin < len(p) <= end for p in prompts], device=device)
         next_B = torch.where(ends_here_B, first_B[:, 0], torch.tensor(follows, device=device))
@@ -213,15 +226,24 @@ class Decoder:
     def _forward(self, cache: KVCache, ids_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor) -> TargetOutput:
         """One target pass over nodes that hang below each row's committed tokens."""
         view = cache.begin(ids_BN.shape[1])
+        window = self.target.info.sliding_window
+        if (
+            view == cache.longest + 1
+            and len(ids_BN) == 1
+            and self.engine == "fast"
+            and (window is None or view <= window)
+        ):
+            positions_11 = cache.lengths_B[:, None]
+            return self.model.forward(ids_BN, positions_BL=positions_11, mask=None, cache=cache, taps=self._taps)
         mask = tree_mask(
             lengths_B=cache.lengths_B,
             ancestors_BNM=ancestors_BNN,
             depths_BM=depths_BN,
             view=view,
-            window=self.target.info.sliding_window,
+            window=window,
         )
         positions_BN = cache.lengths_B[:, None] + depths_BN
-        return self.target.forward(
+        return self.model.forward(
             ids_BN.clamp(min=0), positions_BL=positions_BN, mask=mask, cache=cache, taps=self._taps
         )
 
@@ -266,8 +288,8 @@ class Decoder:
             self.drafter.rollback(rows.drafter)
         ancestors_BNN, depths_BN = geometry(tree.parents_BN, tree.max_depth)
         output = self._forward(rows.cache, tree.tokens_BN, depths_BN, ancestors_BNN)
-        chosen_BN = self._choose(rows, self.target.logits(output.last_BLD), noise, depths_BN)
-        accepted = match(tree, chosen_BN)
+        chosen_BN = self._choose(rows, self.model.logits(output.last_BLD), noise, depths_BN)
+        accepted = match(tree, chosen_BN, depths_BN)
         n_B = torch.where(rows.active_B, accepted.n_B, 0)
         path_BP = accepted.path_BN
         deepest_B = torch.where(tree.tokens_BN >= 0, depths_BN, 0).amax(1)
@@ -276,7 +298,10 @@ class Decoder:
         packed = torch.cat([head_B3, path_BP, tree.tokens_BN], 1).tolist()
         counts = [row[0] for row in packed]
         rows.lengths = [length + n for length, n in zip(rows.lengths, counts, strict=True)]
-        rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
+        if tree.max_depth == 0:  # the root is where it has to be
+            rows.cache.advance(n_B, longest=max(rows.lengths))
+        else:
+            rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
         rows.root_B = torch.where(rows.active_B, accepted.next_B, rows.root_B)
         if self.drafter is not None:
             keep = path_BP.clamp(min=0)

@@ -35,20 +35,24 @@ def check_pair(verifier: str, candidates: str) -> None:
         )
 
 
-def match(tree: DraftTree, chosen_BN: Tensor) -> Accepted:
+def match(tree: DraftTree, chosen_BN: Tensor, depths_BN: Tensor | None = None) -> Accepted:
     """Walk down while a child carries the token the target chose at its parent.
 
     Args:
         tree: the proposal.
         chosen_BN: the target's own token at every node.
+        depths_BN: depth of every node, where the caller has it.
 
     Returns:
         The kept path (root included) and the target's token after it.
     """
     parents = tree.parents_BN
+    if tree.max_depth == 0:
+        nothing_B1 = torch.zeros_like(chosen_BN)
+        return Accepted(path_BN=nothing_B1, n_B=nothing_B1[:, 0] + 1, next_B=chosen_BN[:, 0])
     ok_BN = tree.tokens_BN == chosen_BN.gather(1, parents)
     ok_BN[:, 0] = True
-    _, depth_BN = geometry(parents, tree.max_depth)
+    depth_BN = geometry(parents, tree.max_depth)[1] if depths_BN is None else depths_BN
     for _ in range(tree.max_depth):
         ok_BN = ok_BN & ok_BN.gather(1, parents)
     best_B1 = ((depth_BN + 1) * ok_BN).argmax(-1, keepdim=True)

@@ -8,11 +8,9 @@ from torch import Tensor
 
 from distill.attention import AttentionMask, packed_mask, tree_mask
 from distill.errors import UserError
+from distill.target.fast import TOLERANCE
 from distill.target.model import Target
 
-# Largest accepted error of one position's vector, relative to its norm. Different kernels round differently:
-# bf16 keeps 8 bits, about one per cent after 30 layers; a wrong mask or a lost scale is far above.
-TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3, torch.float16: 0.03, torch.bfloat16: 0.1}
 # What foreign model code raises when it is given something it was not written for.
 FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 _WINDOW = 6

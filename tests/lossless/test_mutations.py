@@ -65,7 +65,7 @@ def test_control(plan, skill, sampling):
 # -- the verifier
 
 
-def accepts_one_more(tree, chosen_BN):
+def accepts_one_more(tree, chosen_BN, *_):
     """Keeps the first child of the last matching node as well."""
     good = true_match(tree, chosen_BN)
     path, n, last = good.path_BN.clone(), good.n_B.clone(), good.next_B.clone()
@@ -79,7 +79,7 @@ def accepts_one_more(tree, chosen_BN):
     return replace(good, path_BN=path, n_B=n, next_B=last)
 
 
-def accepts_a_sibling(tree, chosen_BN):
+def accepts_a_sibling(tree, chosen_BN, *_):
     """Ends on another child of the same parent than the one that matched."""
     good = true_match(tree, chosen_BN)
     path, last = good.path_BN.clone(), good.next_B.clone()
@@ -96,13 +96,13 @@ def accepts_a_sibling(tree, chosen_BN):
     return replace(good, path_BN=path, next_B=last)
 
 
-def compares_with_the_grandparent(tree, chosen_BN):
+def compares_with_the_grandparent(tree, chosen_BN, *_):
     """Every node is held against the choice made one level too high."""
     shifted = chosen_BN.gather(1, tree.parents_BN)
     return true_match(tree, shifted)
 
 
-def forgets_that_the_parent_must_match(tree, chosen_BN):
+def forgets_that_the_parent_must_match(tree, chosen_BN, *_):
     """The deepest node that agrees with its own parent wins, whether or not the way there was accepted."""
     ok = tree.tokens_BN == chosen_BN.gather(1, tree.parents_BN)
     ok[:, 0] = True
@@ -120,7 +120,7 @@ def forgets_that_the_parent_must_match(tree, chosen_BN):
     return replace(good, path_BN=path, n_B=n, next_B=last)
 
 
-def next_token_of_the_root(tree, chosen_BN):
+def next_token_of_the_root(tree, chosen_BN, *_):
     """The bonus token is read at the root instead of at the last kept node."""
     good = true_match(tree, chosen_BN)
     return replace(good, next_B=torch.where(good.n_B > 1, chosen_BN[:, 0], good.next_B))

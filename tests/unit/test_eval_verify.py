@@ -120,7 +120,7 @@ def test_a_right_decoder_has_no_faults(tmp_path, capsys):
 def test_a_verifier_that_accepts_too_much_is_a_fault_and_exit_code_1(tmp_path, monkeypatch, capsys):
     from distill.decode import loop
 
-    def greedy_for_drafts(tree, chosen_BN):
+    def greedy_for_drafts(tree, chosen_BN, *_):
         broken = tree.tokens_BN.gather(
             1, (tree.parents_BN == 0).long().cumsum(1).clamp(max=tree.tokens_BN.shape[1] - 1)
         )
