@@ -7,10 +7,10 @@ READY  := $(VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check verify wheel clean
+.PHONY: help setup demo test check verify bench gpu-check wheel clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with the tested versions (nothing to do when it is there)
 
@@ -27,6 +27,12 @@ check: $(READY)  ## lint, format, types
 
 verify: $(READY)  ## prove on the real target that the decode is lossless, token for token
 	$(BIN)/python -m serve_eval task=verify
+
+bench: $(READY)  ## measure speed and memory, the physical limits beside: bench/results/, under 15 minutes
+	$(BIN)/python -m bench
+
+gpu-check:  ## what only a CUDA GPU can show, under 8 minutes; needs PyTorch, transformers and lightning, no setup
+	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m bench.gpu_check --out runs/gpu-check.json
 
 wheel: $(READY)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

@@ -16,9 +16,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
-
 from distill.errors import UserError, did_you_mean
 
 T = TypeVar("T")
@@ -228,6 +225,10 @@ def plain(config: Any, *, resolve: bool = True) -> Any:
     Raises:
         UserError: an interpolation points nowhere, or a mandatory value ``???`` was not given.
     """
+    # Here and not at the top: the dataclasses above serve machines that have no Hydra, too.
+    from omegaconf import OmegaConf
+    from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
     try:
         return OmegaConf.to_container(config, resolve=resolve, throw_on_missing=resolve)
     except MissingMandatoryValue as error:

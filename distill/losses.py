@@ -13,9 +13,13 @@ The total is sum_k w_k sum_i l_ik / (sum_k w_k * denominator). The denominator i
 tokens in the whole optimiser step, so the learning rate depends neither on how dense the mask is, nor on
 accumulation or ranks, nor on the number of steps k. As in EAGLE-3, positions where the target's own choice
 is outside the draft vocabulary carry no loss; they count as misses in the metrics.
+
+Memory: a chunk is a few teacher rows and, for every step, the draft rows that are compared with them. The larger
+the vocabularies, the fewer rows (``chunk_rows``), so what a chunk takes does not depend on them.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -25,10 +29,16 @@ from torch import Tensor, nn
 
 from distill.alignment import teacher_row
 from distill.config import opt
+from distill.divergence import Rows, pointwise, wide
 from distill.errors import UserError
+from distill.heads import Head, head_of
 from distill.target import Target
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
+
+CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
+"""Logits of one kind (teacher's, draft's) that exist at once. On a CPU 16 MiB in fp32, which stays in the cache and
+below the size from which every allocation maps fresh pages; on a GPU 256 MiB, which keeps it busy."""
 
 
 @dataclass(kw_only=True)
@@ -36,10 +46,12 @@ class LossConfig:
     """What is minimised."""
 
     name: Literal["ce", "kl", "reverse_kl", "tv", "lk"] = opt("ce", "ce, kl, reverse_kl, tv or lk")
-    chunk: int = opt(256, "positions whose logits exist at once; smaller saves memory, changes nothing else")
+    chunk: int | None = opt(
+        None, "teacher rows whose logits exist at once; null: fewer, the larger the vocabulary; changes only memory"
+    )
 
     def __post_init__(self) -> None:
-        if self.chunk < 1:
+        if self.chunk is not None and self.chunk < 1:
             raise UserError(f"loss.chunk must be at least 1, got {self.chunk}")
 
 
@@ -91,9 +103,10 @@ def total(
     plan = _Plan.make(predictions, batch)
     teacher = _Teacher(target, output.last_BLD.flatten(0, 1), vocab)
     hiddens = [p.hidden_BLD.flatten(0, 1) for p in predictions]
-    heads = [p.head if isinstance(p.head, nn.Module) else None for p in predictions]
-    params = list({id(w): w for h in heads if h is not None for w in h.parameters() if w.requires_grad}.values())
-    loss, stats = _ChunkedLoss.apply(plan, teacher, config, len(hiddens), *hiddens, *params)
+    modules = [p.head for p in predictions if isinstance(p.head, nn.Module)]
+    params = list({id(w): w for head in modules for w in head.parameters() if w.requires_grad}.values())
+    learn = torch.is_grad_enabled()
+    loss, stats = _ChunkedLoss.apply(plan, teacher, config, learn, len(hiddens), *hiddens, *params)
     shape = (len(predictions), *batch.ids_BL.shape)
     return LossResult(
         loss=(loss + sum(features)) / scale,
@@ -106,31 +119,68 @@ def total(
     )
 
 
+def chunk_rows(config: LossConfig, *, teacher_size: int, draft_size: int, steps: int, device: torch.device) -> int:
+    """Teacher rows in a chunk: ``config.chunk``, else what keeps both kinds of logits within ``CHUNK_LOGITS``."""
+    budget = CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
+    return config.chunk or max(1, budget // max(teacher_size, steps * draft_size, 1))
+
+
 def _feature_loss(prediction: StepPrediction) -> Tensor:
     """Smooth-L1 on features (EAGLE-1, arXiv:2401.15077, eq. 3), mean over D, weighted sum over positions."""
     assert prediction.feature_target_BLD is not None
-    hidden, wanted = _wide(prediction.hidden_BLD), _wide(prediction.feature_target_BLD)
+    hidden, wanted = wide(prediction.hidden_BLD), wide(prediction.feature_target_BLD)
     error_BLD = F.smooth_l1_loss(hidden, wanted, reduction="none")
     return prediction.weight * (error_BLD.mean(-1) * prediction.mask_BL).sum()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """Which flattened positions R = B*L each step counts at, and which teacher rows are needed."""
+    """Which flattened positions R = B*L each step counts at, and the teacher row each is compared with.
+
+    Attributes:
+        predictions: the steps.
+        valid_KR: where a step counts.
+        rows: teacher rows any step needs, ascending.
+        positions: per step, where it counts, ascending.
+        places: per step, the index into ``rows`` of each position's teacher; also on the host.
+    """
 
     predictions: Sequence[StepPrediction]
     valid_KR: Tensor
-    rows: Tensor  # teacher rows any step needs, ascending
+    rows: Tensor
+    positions: list[Tensor]
+    places: list[Tensor]
+    places_host: list[list[int]]
 
     @classmethod
     def make(cls, predictions: Sequence[StepPrediction], batch: Batch) -> "_Plan":
-        valid_KR = torch.zeros(len(predictions), batch.ids_BL.numel(), dtype=torch.bool, device=batch.ids_BL.device)
-        for k, prediction in enumerate(predictions):
-            valid_KR[k] = prediction.mask_BL.flatten()
-        needed = torch.zeros_like(batch.loss_mask_BL).flatten()
-        for prediction, valid_R in zip(predictions, valid_KR, strict=True):
-            needed |= valid_R.roll(teacher_row(prediction.shift))
-        return cls(predictions=predictions, valid_KR=valid_KR, rows=needed.nonzero()[:, 0])
+        flat = batch.loss_mask_BL.flatten()
+        valid_KR = (
+            torch.stack([p.mask_BL.flatten() for p in predictions]) if predictions else flat.new_zeros(0, len(flat))
+        )
+        positions = [valid_R.nonzero()[:, 0] for valid_R in valid_KR]
+        teachers = [at + teacher_row(p.shift) for at, p in zip(positions, predictions, strict=True)]
+        needed = torch.zeros_like(flat)
+        for rows in teachers:
+            needed[rows] = True
+        place_of = needed.cumsum(0) - 1
+        places = [place_of[rows] for rows in teachers]
+        return cls(
+            predictions=predictions,
+            valid_KR=valid_KR,
+            rows=needed.nonzero()[:, 0],
+            positions=positions,
+            places=places,
+            places_host=[place.tolist() for place in places],
+        )
+
+    def part(self, k: int, start: int, end: int) -> tuple[Tensor, slice | Tensor]:
+        """Step k's positions whose teachers are ``rows[start:end]``, and where among those each one's teacher is."""
+        host = self.places_host[k]
+        a, b = bisect_left(host, start), bisect_left(host, end)
+        if b > a and host[b - 1] - host[a] == b - 1 - a:  # no gap: a view instead of a copy
+            return self.positions[k][a:b], slice(host[a] - start, host[b - 1] + 1 - start)
+        return self.positions[k][a:b], self.places[k][a:b] - start
 
 
 @dataclass(kw_only=True)
@@ -140,27 +190,33 @@ class _Stats:
     hits_KR: Tensor
 
 
-def _wide(x: Tensor) -> Tensor:
-    """Half precision to fp32; fp64 stays."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class _Teacher:
     """The target's distribution at chosen rows, seen through the draft vocabulary."""
+
+    BLOCK = 8192  # vocabulary entries whose logits are widened at once
 
     def __init__(self, target: Target, last_RD: Tensor, vocab: DraftVocab | None):
         self.target, self.last_RD, self.vocab = target, last_RD, vocab
 
     @torch.no_grad()
-    def at(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (logits_CW in the draft vocabulary, log-normaliser_C over all of V, argmax_C as draft id or -1)."""
-        with torch.autocast(rows.device.type, enabled=False):  # the target keeps its own precision
-            logits_CV = _wide(self.target.logits(self.last_RD[rows]))
-        choice_C = logits_CV.argmax(-1)
-        normaliser_C = logits_CV.logsumexp(-1)
+    def at(self, rows: Tensor, *, name: str) -> Rows:
+        """Return what the loss ``name`` needs of the teacher's rows; choice is a draft id, or -1 outside them."""
+        logits_CV = self.target.logits(self.last_RD[rows])
         if self.vocab is None:
-            return logits_CV, normaliser_C, choice_C
-        return logits_CV[:, self.vocab.target_ids], normaliser_C, self.vocab.from_target(choice_C)
+            logits_CV = wide(logits_CV)
+            return Rows.make(name, logits_CV, None, logits_CV.argmax(-1))
+        best_C, choice_C, sums = None, rows, []
+        for start in range(0, logits_CV.shape[1], self.BLOCK):
+            block_CB = wide(logits_CV[:, start : start + self.BLOCK])
+            sums.append(block_CB.logsumexp(-1))
+            value_C, at_C = block_CB.max(-1)
+            if best_C is None:
+                best_C, choice_C = value_C, at_C
+            else:
+                choice_C = torch.where(value_C > best_C, at_C + start, choice_C)
+                best_C = torch.maximum(best_C, value_C)
+        kept_CW = wide(logits_CV.index_select(1, self.vocab.target_ids))
+        return Rows.make(name, kept_CW, torch.stack(sums).logsumexp(0), self.vocab.from_target(choice_C))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -170,95 +226,76 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, plan: _Plan, teacher: _Teacher, config: LossConfig, n_hidden: int, *tensors: Tensor):
+    def forward(
+        ctx: Any, plan: _Plan, teacher: _Teacher, config: LossConfig, learn: bool, n_hidden: int, *tensors: Tensor
+    ) -> tuple[Tensor, _Stats]:
         hiddens, params = tensors[:n_hidden], tensors[n_hidden:]
-        # Sums over many chunks: in fp32 even where the tensor itself is in half precision.
-        grads = [
-            torch.zeros_like(_wide(t)) if needed else None
-            for t, needed in zip(tensors, ctx.needs_input_grad[4:], strict=True)
-        ]
-        device = plan.valid_KR.device
-        n_steps = len(plan.predictions)
+        # Every hidden state is in one chunk; a weight is in all, and many small additions need fp32.
+        grads = [torch.zeros_like(h) if learn and h.requires_grad else None for h in hiddens]
+        sums = {id(w): torch.zeros_like(wide(w)) for w in params if learn}
+        heads = _Heads(plan.predictions, sums)
+        n_steps, device = len(plan.predictions), plan.valid_KR.device
         acc = torch.float64 if any(h.dtype == torch.float64 for h in hiddens) else torch.float32
         stats = _Stats(
             loss_K=torch.zeros(n_steps, dtype=acc, device=device),
             alpha_K=torch.zeros(n_steps, dtype=acc, device=device),
             hits_KR=torch.zeros_like(plan.valid_KR),
         )
-        loss = torch.zeros((), dtype=acc, device=device)
-        for rows in plan.rows.split(config.chunk):
-            logits_p, normaliser, choice = teacher.at(rows)
-            for k, prediction in enumerate(plan.predictions):
-                position = rows - teacher_row(prediction.shift)
-                use = (position >= 0) & plan.valid_KR[k, position.clamp(min=0)]
-                position = position[use]
-                if len(position) == 0:
-                    continue
-                with torch.enable_grad():
-                    hidden = hiddens[k][position].detach().requires_grad_(grads[k] is not None)
-                    logits_q = _wide(prediction.head(hidden))
-                    loss_C, alpha_C = pointwise(config.name, logits_p[use], normaliser[use], logits_q)
-                    chunk_loss = torch.where(choice[use] >= 0, loss_C, 0.0).sum()
-                    weighted = prediction.weight * chunk_loss
-                _accumulate(weighted, hidden, params, position, grads[k], grads[n_hidden:])
-                loss += weighted.detach()
-                stats.loss_K[k] += chunk_loss.detach()
-                stats.alpha_K[k] += alpha_C.detach().sum()
-                stats.hits_KR[k, position] = logits_q.detach().argmax(-1) == choice[use]
-        ctx.grads = [None if g is None else g.to(t.dtype) for g, t in zip(grads, tensors, strict=True)]
-        return loss, stats
+        size = chunk_rows(
+            config,
+            teacher_size=teacher.target.info.vocab_size,
+            draft_size=teacher.vocab.size if teacher.vocab else teacher.target.info.vocab_size,
+            steps=n_steps,
+            device=device,
+        )
+        # The target and the losses keep their precision; heads remember the one they were called in.
+        with torch.autocast(device.type, enabled=False):
+            for start in range(0, len(plan.rows), size):
+                p = teacher.at(plan.rows[start : start + size], name=config.name)
+                for head, steps in heads.shared:
+                    parts = [(k, *plan.part(k, start, start + size)) for k in steps]
+                    logits_NW = head.logits(torch.cat([hiddens[k][at] for k, at, _ in parts]))
+                    sizes, scales = [len(at) for _, at, _ in parts], []
+                    for (k, at, where), logits_CW in zip(parts, logits_NW.split(sizes), strict=True):
+                        rows = p.take(where)
+                        stats.hits_KR[k, at] = logits_CW.argmax(-1) == rows.choice_C
+                        loss_C, alpha_C, grad_CW = pointwise(config.name, rows, logits_CW)
+                        inside_C = rows.choice_C >= 0
+                        stats.loss_K[k] += torch.where(inside_C, loss_C, 0.0).sum()
+                        stats.alpha_K[k] += alpha_C.sum()
+                        scales.append(inside_C.to(acc) * plan.predictions[k].weight)
+                        logits_CW.copy_(grad_CW)  # the logits have served
+                    if not learn:
+                        continue
+                    want = [grads[k] is not None for k, _, _ in parts]
+                    grad_ND = head.backward(logits_NW, torch.cat(scales), want_hidden=any(want))
+                    if grad_ND is not None:
+                        for (k, at, _), grad_CD in zip(parts, grad_ND.split(sizes), strict=True):
+                            if (total_RD := grads[k]) is not None:
+                                total_RD[at] = grad_CD.to(total_RD.dtype)
+        weights_K = stats.loss_K.new_tensor([p.weight for p in plan.predictions])
+        ctx.grads = [*grads, *(sums[id(w)] if learn else None for w in params)]
+        ctx.dtypes = [t.dtype for t in tensors]
+        return stats.loss_K @ weights_K, stats
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _grad_stats: Any):
-        grads = [None if g is None else g * grad_loss.to(g.dtype) for g in ctx.grads]
-        ctx.grads = None
-        return None, None, None, None, *grads
+    def backward(ctx: Any, grad_loss: Tensor, _grad_stats: Any) -> tuple[Tensor | None, ...]:
+        grads, ctx.grads = ctx.grads, None
+        done = [
+            None if g is None else g.mul_(grad_loss.to(g.dtype)).to(dtype)
+            for g, dtype in zip(grads, ctx.dtypes, strict=True)
+        ]
+        return None, None, None, None, None, *done
 
 
-def _accumulate(
-    loss: Tensor,
-    hidden_CD: Tensor,
-    params: Sequence[Tensor],
-    position_C: Tensor,
-    grad_hidden: Tensor | None,
-    grad_params: Sequence[Tensor | None],
-) -> None:
-    """Add the gradients of one chunk to the sums that want them."""
-    wanted = [(p, g) for p, g in zip(params, grad_params, strict=True) if g is not None]
-    inputs = [p for p, _ in wanted] + ([hidden_CD] if grad_hidden is not None else [])
-    if not inputs:
-        return
-    made = torch.autograd.grad(loss, inputs, allow_unused=True)
-    for (_, total_grad), grad in zip(wanted, made, strict=False):
-        if grad is not None:
-            total_grad.add_(grad)
-    if grad_hidden is not None and made[-1] is not None:
-        grad_hidden.index_add_(0, position_C, made[-1].to(grad_hidden.dtype))
+class _Heads:
+    """The different heads of the predictions, each with the steps that speak through it."""
 
-
-def pointwise(name: str, logits_p: Tensor, normaliser: Tensor, logits_q: Tensor) -> tuple[Tensor, Tensor]:
-    """Per-position loss and alpha.
-
-    Args:
-        name: which loss.
-        logits_p: target logits over the draft vocabulary, [C, W].
-        normaliser: logsumexp of the target's logits over its full vocabulary, [C].
-        logits_q: draft logits, [C, W].
-
-    Returns:
-        (loss_C, alpha_C).
-    """
-    log_q = logits_q.log_softmax(-1)
-    p = (logits_p - normaliser[:, None]).exp()
-    alpha = torch.minimum(p, log_q.exp()).sum(-1)
-    if name == "tv":
-        return 1 - alpha, alpha
-    if name == "lk":
-        return -alpha.clamp(min=torch.finfo(alpha.dtype).tiny).log(), alpha
-    log_p = logits_p.log_softmax(-1)
-    if name == "ce":
-        return -(log_p.exp() * log_q).sum(-1), alpha
-    if name == "kl":
-        return (log_p.exp() * (log_p - log_q)).sum(-1), alpha
-    assert name == "reverse_kl", name
-    return (log_q.exp() * (log_q - log_p)).sum(-1), alpha
+    def __init__(self, predictions: Sequence[StepPrediction], sums: Mapping[int, Tensor]):
+        self.shared: list[tuple[Head, list[int]]] = []
+        distinct: list[Any] = []
+        for k, prediction in enumerate(predictions):
+            if prediction.head not in distinct:
+                distinct.append(prediction.head)
+                self.shared.append((head_of(prediction.head, sums), []))
+            self.shared[distinct.index(prediction.head)][1].append(k)

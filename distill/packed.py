@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from distill import kernels
 
-SKINNY_ROWS = 48
-"""Rows (tokens) up to which our kernels are used; beyond, a product is bound by arithmetic, and oneDNN is better."""
+SKINNY_ROWS = 128
+"""Rows (tokens) up to which our kernels are used; beyond, a product is bound by arithmetic, and PyTorch is as good."""
 _WIDEST = 256  # rows up to which oneDNN's own layout is faster than a plain product
 
 

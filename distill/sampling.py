@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distill import kernels
 from distill.errors import UserError
 
 _MASK32 = 0xFFFFFFFF
@@ -66,18 +67,16 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
         return logits.masked_fill(logits < threshold, float("-inf"))
     normaliser = logits.logsumexp(-1, keepdim=True)
     values = logits
-    # Sorting 49,000 numbers takes a fifth of a decode step on a CPU; the nucleus is nearly always among the first
-    # thousand. Elsewhere sorting is cheap and looking would cost a read.
-    if logits.device.type == "cpu" and vocab > 2 * _NUCLEUS:
-        values = logits.topk(_NUCLEUS, dim=-1).values
-        if bool(((values - normaliser).exp().sum(-1) <= sampling.top_p).any()):
-            values = logits
+    # Sorting 49,000 numbers takes a third of a decode step on a CPU; the nucleus is nearly always among the first few.
+    # Elsewhere sorting is cheap and looking would cost a read.
+    for enough in (64, 1024) if logits.device.type == "cpu" and vocab > 2048 else ():
+        values = logits.topk(enough, dim=-1).values
+        if bool(((values - normaliser).exp().sum(-1) > sampling.top_p).all()):
+            break
+        values = logits
     if values is logits:
         values = logits.sort(dim=-1, descending=True).values
     return logits.masked_fill(logits < _nucleus(values, normaliser, sampling.top_p), float("-inf"))
-
-
-_NUCLEUS = 1024
 
 
 def _nucleus(values: Tensor, normaliser: Tensor, top_p: float) -> Tensor:
@@ -111,13 +110,37 @@ def _key(seed: int, request_B: Tensor, position_BP: Tensor) -> tuple[Tensor, Ten
         x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15  # 0x94D049BB133111EB
         return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
-    base = splitmix(torch.tensor(seed, dtype=torch.long, device=position_BP.device))
-    key_BP = splitmix(splitmix(base ^ request_B.long())[:, None] ^ position_BP.long())
+    base = int(splitmix(torch.tensor(seed, dtype=torch.long)))  # on the host: no copy to the device per call
+    key_BP = splitmix(splitmix(request_B.long() ^ base)[:, None] ^ position_BP.long())
     return (key_BP & _MASK32), ((key_BP >> 32) & _MASK32)
 
 
 def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def _hashed(seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Tensor:
+    """The same 31-bit integers for the whole vocabulary, int32 [B, P, V], by the CPU kernel."""
+    library = kernels.load()
+    assert library is not None
+    bits = torch.empty(*position_BP.shape, vocab, dtype=torch.int32)
+    mask = 2**64 - 1
+
+    def splitmix(x: int) -> int:
+        x = (x + 0x9E3779B97F4A7C15) & mask
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
+        return x ^ (x >> 31)
+
+    base, at = splitmix(seed & mask), bits.data_ptr()
+    for request, positions in zip(request_B.tolist(), position_BP.tolist(), strict=True):
+        row = splitmix(base ^ (request & mask))
+        for position in positions:
+            key = splitmix(row ^ (position & mask))
+            low, high = key & _MASK32, key >> 32
+            library.draftsmith_hash(low - (low >> 31 << 32), high - (high >> 31 << 32), at, vocab)
+            at += 4 * vocab
+    return bits
 
 
 def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids_BPk: Tensor | None = None) -> Tensor:
@@ -130,14 +153,17 @@ def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids
         vocab: vocabulary size V.
         ids_BPk: vocabulary ids to make noise for, [B, P, k]; all of them by default.
     """
-    low, high = _key(seed, request_B, position_BP)
-    if ids_BPk is None:
-        ids = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
+    if ids_BPk is None and position_BP.device.type == "cpu" and kernels.load() is not None:
+        bits = _hashed(seed, request_B, position_BP, vocab)
     else:
-        ids = ids_BPk.to(torch.int32)
-    bits = _mix32(ids ^ _as_int32(low)[..., None])
-    bits ^= _as_int32(high)[..., None]
-    bits = _mix32(bits).bitwise_and_(0x7FFFFFFF)
+        low, high = _key(seed, request_B, position_BP)
+        if ids_BPk is None:
+            ids = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
+        else:
+            ids = ids_BPk.to(torch.int32)
+        bits = _mix32(ids ^ _as_int32(low)[..., None])
+        bits ^= _as_int32(high)[..., None]
+        bits = _mix32(bits).bitwise_and_(0x7FFFFFFF)
     # 31 bits, so that small v (where the largest noise comes from) is exact in fp32; v stays below 1.
     v = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()

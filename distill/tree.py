@@ -4,6 +4,7 @@ A chain is a tree with one child per node; plain autoregressive decoding propose
 """
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -243,6 +244,13 @@ def _next(before: Frontier, tokens_BF: Tensor, parent_BF: Tensor) -> Frontier:
     )
 
 
+@lru_cache(maxsize=1024)
+def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """A tensor of a plan's constants, on the device once: a copy per round could not be recorded in a graph."""
+    with torch.inference_mode(False):
+        return torch.tensor(values, device=device)
+
+
 def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -> tuple[Tensor, Tensor]:
     batch, device = len(root_B), root_B.device
     tokens, parents = [root_B[:, None]], [0]
@@ -251,16 +259,16 @@ def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -
         scores_BFW = ranker(drafter.step(state, frontier), frontier.depth)
         width = min(max(level.rank) + 1, scores_BFW.shape[-1])
         ranked_BFR = scores_BFW.topk(width, dim=-1).indices
-        parent = torch.tensor(level.parent_local, device=device)
-        rank = torch.tensor(level.rank, device=device)
+        parent = _constant(level.parent_local, device)
+        rank = _constant(level.rank, device)
         ids_BC = drafter.to_target_ids(ranked_BFR[:, parent, rank.clamp(max=width - 1)])
         ids_BC = ids_BC.masked_fill(rank >= width, -1)  # a vocabulary smaller than the rank: unused node
         tokens.append(ids_BC)
         parents.extend(level.parent_global)
         if level.grown:
-            grown = torch.tensor(level.grown, device=device)
+            grown = _constant(level.grown, device)
             frontier = _next(frontier, ids_BC[:, grown].clamp(min=0), parent[grown].expand(batch, -1))
-    return torch.cat(tokens, 1), torch.tensor(parents, device=device).expand(batch, -1)
+    return torch.cat(tokens, 1), _constant(tuple(parents), device).expand(batch, -1)
 
 
 def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker) -> tuple[Tensor, Tensor]:

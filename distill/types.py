@@ -29,6 +29,8 @@ class Batch:
         doc_BL: document index inside the row, -1 on padding.
         denominator: supervised tokens in the whole optimiser step (all micro-batches, all ranks); losses are
             sums divided by it, so the learning rate depends neither on mask density nor on accumulation.
+        features: what the target's forward leaves, where it was stored (``data.features=store``); padding is 0. None:
+            run the target.
     """
 
     ids_BL: Tensor
@@ -36,16 +38,22 @@ class Batch:
     positions_BL: Tensor
     doc_BL: Tensor
     denominator: float
+    features: "TargetOutput | None" = None
 
-    def to(self, device) -> "Batch":
-        """Return the batch with its tensors on ``device``."""
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Batch":
+        """Return the batch with ``change`` applied to each of its tensors."""
         return Batch(
-            ids_BL=self.ids_BL.to(device),
-            loss_mask_BL=self.loss_mask_BL.to(device),
-            positions_BL=self.positions_BL.to(device),
-            doc_BL=self.doc_BL.to(device),
+            ids_BL=change(self.ids_BL),
+            loss_mask_BL=change(self.loss_mask_BL),
+            positions_BL=change(self.positions_BL),
+            doc_BL=change(self.doc_BL),
             denominator=self.denominator,
+            features=None if self.features is None else self.features.map(change),
         )
+
+    def to(self, device, *, non_blocking: bool = False) -> "Batch":
+        """Return the batch with its tensors on ``device``; non-blocking copies overlap where memory is pinned."""
+        return self.map(lambda x: x.to(device, non_blocking=non_blocking))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +68,10 @@ class TargetOutput:
 
     last_BLD: Tensor
     taps: dict[int, Tensor]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "TargetOutput":
+        """Return it with ``change`` applied to each of its tensors."""
+        return TargetOutput(last_BLD=change(self.last_BLD), taps={k: change(x) for k, x in self.taps.items()})
 
 
 @dataclass(frozen=True, kw_only=True)

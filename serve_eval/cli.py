@@ -9,6 +9,7 @@ from distill.errors import did_you_mean
 
 COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "train": ("distill.train.main", "train a drafter (same as python train.py)", []),
+    "data": ("serve_eval.__main__", "write the training data beforehand: whole, or a part per machine", ["task=data"]),
     "eval": ("serve_eval.__main__", "measure, show and verify decoding (same as python -m serve_eval)", []),
     "export": ("serve_eval.__main__", "check a run's drafter and copy it where you want it", ["task=export"]),
 }

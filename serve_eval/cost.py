@@ -50,7 +50,7 @@ class RoundCost:
         nodes: tokens verified per round (1 for plain decoding).
         tau: tokens emitted per round in these runs.
         target_s: target forward and head.
-        draft_s: the drafter's steps that grow the tree.
+        draft_s: growing the proposal: the drafter's steps and the choice of candidates.
         extend_s: the drafter taking in the committed tokens.
         host_s: everything else (tree bookkeeping, choosing tokens, cache commits, Python).
     """
@@ -186,7 +186,7 @@ def _instrumented(arm: DecoderArm) -> Iterator[_Stopwatch]:
     watch = _Stopwatch(decoder.target.device)
     shadows: list[tuple[Any, str, str]] = [(decoder.model, "forward", "target"), (decoder.model, "logits", "target")]
     if decoder.drafter is not None:
-        shadows += [(decoder.drafter, "step", "draft"), (decoder.drafter, "extend", "extend")]
+        shadows += [(decoder.drafting, "propose", "draft"), (decoder.drafter, "extend", "extend")]
     before = [vars(owner).get(method) for owner, method, _ in shadows]
     for owner, method, name in shadows:
         setattr(owner, method, watch.wrap(name, getattr(owner, method)))

@@ -4,8 +4,9 @@ from distill.data.batches import Batches
 from distill.data.config import DataConfig
 from distill.data.conversation import Conversation
 from distill.data.masks import Supervised, supervise
-from distill.data.prepare import Progress, prepare, stderr_progress
+from distill.data.prepare import prepare, write_part
 from distill.data.prepared import PreparedData, load_prepared
+from distill.data.progress import Progress, stderr_progress
 from distill.data.show import render_mask
 from distill.data.template import ChatTemplate
 
@@ -22,4 +23,5 @@ __all__ = [
     "render_mask",
     "stderr_progress",
     "supervise",
+    "write_part",
 ]

@@ -1,11 +1,13 @@
 """Optimiser steps as batches: the plain iterator that training and the datamodule share."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
 
 import numpy as np
 import torch
 
-from distill.data.packing import RowOrder, fill, fixed_rows, n_cut
+from distill.data.feature_store import FeatureStore
+from distill.data.packing import Row, RowOrder, fill, fixed_rows, n_cut
 from distill.data.prepared import PreparedData
 from distill.errors import UserError
 from distill.types import Batch
@@ -27,6 +29,7 @@ class Batches:
         seed: of the order.
         rank: this process.
         world: number of processes.
+        features: the target's features of ``data``, where they are stored.
 
     Raises:
         UserError: no training conversation.
@@ -43,6 +46,7 @@ class Batches:
         seed: int = 0,
         rank: int = 0,
         world: int = 1,
+        features: FeatureStore | None = None,
     ):
         if data.n_train == 0:
             raise UserError(
@@ -62,6 +66,7 @@ class Batches:
         self.accumulate = accumulate
         self.rank = rank
         self.world = world
+        self._features = features
         self._lengths = np.minimum(data.lengths, max_len)
         self._order = RowOrder(self._lengths, data.indices("train"), pack_len=pack_len, seed=seed)
 
@@ -87,20 +92,23 @@ class Batches:
             yield self.step(number)
             number += 1
 
-    def validation(self) -> list[Batch]:
+    def validation(self) -> "HeldOut":
         """Held-out batches in a fixed order; every rank gets equally many, filled up with empty rows."""
         rows = fixed_rows(self._lengths, self.data.indices("val"), pack_len=self.pack_len)
         size = self.world * self.batch_size
         rows += [[]] * (-len(rows) % size)
-        return [self._split(rows[i : i + size])[0] for i in range(0, len(rows), size)]
+        return HeldOut([rows[i : i + size] for i in range(0, len(rows), size)], lambda step: self._split(step)[0])
 
-    def _split(self, rows: list[list[int]]) -> list[Batch]:
+    def _split(self, rows: list[Row]) -> list[Batch]:
         """This rank's micro-batches of a step's rows; the denominator counts all of the step."""
         packed = fill(self.data, rows, pack_len=self.pack_len, max_len=self.max_len)
         denominator = float(packed.loss_mask_RL.sum())
         batches = []
         for begin in range(self.rank, len(rows), self.world * self.batch_size):
             mine = slice(begin, begin + self.world * self.batch_size, self.world)
+            features = None
+            if self._features is not None:
+                features = self._features.rows(rows[mine], pack_len=self.pack_len, max_len=self.max_len)
             batches.append(
                 Batch(
                     ids_BL=torch.from_numpy(packed.ids_RL[mine].astype(np.int64)),
@@ -108,6 +116,29 @@ class Batches:
                     positions_BL=torch.from_numpy(packed.positions_RL[mine].copy()),
                     doc_BL=torch.from_numpy(packed.doc_RL[mine].copy()),
                     denominator=denominator,
+                    features=features,
                 )
             )
         return batches
+
+
+class HeldOut(Sequence[Batch]):
+    """A fixed list of batches, each made when it is looked at: with stored features they would fill the memory.
+
+    Args:
+        steps: the rows of each.
+        make: makes this rank's batch of them.
+    """
+
+    def __init__(self, steps: list[list[Row]], make: Callable[[list[Row]], Batch]):
+        self._steps, self._make = steps, make
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    @overload
+    def __getitem__(self, i: int) -> Batch: ...
+    @overload
+    def __getitem__(self, i: slice) -> "HeldOut": ...
+    def __getitem__(self, i: int | slice) -> "Batch | HeldOut":
+        return HeldOut(self._steps[i], self._make) if isinstance(i, slice) else self._make(self._steps[i])

@@ -1,48 +1,51 @@
 """Lightning's view of the batches."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from weakref import WeakSet
 
+import torch
 from lightning.pytorch import LightningDataModule
+from torch import Tensor
 
 from distill.data.batches import Batches
+from distill.data.feature_store import FeatureStore
+from distill.data.prefetch import prefetched
 from distill.data.prepared import PreparedData
 from distill.types import Batch
 
 
-class _Stream:
-    """Micro-batches of one optimiser step after the other, from a given step on, without end."""
+class _Loader:
+    """Batches made ahead by a thread, which starts when iteration does.
 
-    def __init__(self, batches: Batches, start_step: int):
-        self._batches = batches
-        self._start_step = start_step
+    Args:
+        batches: makes the batches, from the beginning.
+        pin: put them into pinned memory, from where copies to the device overlap with its work.
+        running: told of every iteration, so that its thread can be ended.
+    """
 
-    def __iter__(self) -> Iterator[Batch]:
-        for step in self._batches.steps(self._start_step):
-            yield from step
-
-
-class _HeldOut:
-    """A fixed list of batches (Lightning takes a bare list for several loaders)."""
-
-    def __init__(self, batches: list[Batch]):
-        self._batches = batches
-
-    def __len__(self) -> int:
-        return len(self._batches)
+    def __init__(self, batches: Callable[[], Iterable[Batch]], *, pin: bool, running: WeakSet[Generator]):
+        self._batches, self._pin, self._running = batches, pin, running
 
     def __iter__(self) -> Iterator[Batch]:
-        return iter(self._batches)
+        made = iter(self._batches())
+        if self._pin:
+            made = (batch.map(Tensor.pin_memory) for batch in made)
+        ahead = prefetched(made)
+        self._running.add(ahead)
+        return ahead
 
 
 class DataModule(LightningDataModule):
     """Feeds a trainer; after a resume it goes on with the step the trainer is at.
 
     Training data have no end (the trainer's number of steps decides), and one "epoch" in Lightning's sense is
-    the whole run. Everything is in memory, so there are no workers and no sampler to replace.
+    the whole run. There are no worker processes and no sampler to replace: everything is in memory or mapped, and a
+    thread makes the next two batches while a step computes. Which batches those are follows from the step the trainer
+    was at when the loader was asked for, not from how many were made.
 
     Args:
         data: prepared conversations.
-        pack_len, max_len, batch_size, accumulate, seed: see ``Batches``.
+        pack_len, max_len, batch_size, accumulate, seed, features: see ``Batches``.
     """
 
     def __init__(
@@ -54,9 +57,10 @@ class DataModule(LightningDataModule):
         batch_size: int,
         accumulate: int = 1,
         seed: int = 0,
+        features: FeatureStore | None = None,
     ):
         super().__init__()
-        self._data = data
+        self._data, self._features = data, features
         self._sizes = {
             "pack_len": pack_len,
             "max_len": max_len,
@@ -64,24 +68,40 @@ class DataModule(LightningDataModule):
             "accumulate": accumulate,
             "seed": seed,
         }
+        self._running: WeakSet[Generator] = WeakSet()
 
     def batches(self, *, rank: int = 0, world: int = 1) -> Batches:
         """The batches of one process, usable without a trainer."""
-        return Batches(self._data, **self._sizes, rank=rank, world=world)
+        return Batches(self._data, **self._sizes, rank=rank, world=world, features=self._features)
 
     def _of_this_process(self) -> Batches:
         assert self.trainer is not None, "attached by the trainer"
         return self.batches(rank=self.trainer.global_rank, world=self.trainer.world_size)
 
-    def train_dataloader(self) -> _Stream:
-        """Micro-batches from the trainer's current step on."""
+    def _loader(self, batches: Callable[[], Iterable[Batch]]) -> _Loader:
         assert self.trainer is not None, "attached by the trainer"
-        return _Stream(self._of_this_process(), self.trainer.global_step)
+        return _Loader(batches, pin=self.trainer.strategy.root_device.type == "cuda", running=self._running)
 
-    def val_dataloader(self) -> _HeldOut:
+    def train_dataloader(self) -> _Loader:
+        """Micro-batches from the trainer's current step on, without end."""
+        assert self.trainer is not None, "attached by the trainer"
+        batches, start_step = self._of_this_process(), self.trainer.global_step
+        return self._loader(lambda: (batch for step in batches.steps(start_step) for batch in step))
+
+    def val_dataloader(self) -> _Loader:
         """The held-out batches."""
-        return _HeldOut(self._of_this_process().validation())
+        batches = self._of_this_process().validation()
+        return self._loader(lambda: batches)
 
     def transfer_batch_to_device(self, batch, device, dataloader_idx: int) -> Batch:
-        """Move the tensors of a batch."""
-        return batch.to(device)
+        """Move the tensors of a batch; the step's work is queued behind the copies."""
+        return batch.to(device, non_blocking=torch.device(device).type == "cuda")
+
+    def teardown(self, stage: str) -> None:
+        """End the threads when training ends, ..."""
+        for ahead in list(self._running):
+            ahead.close()
+
+    def on_exception(self, exception: BaseException) -> None:
+        """... or is ended."""
+        self.teardown("fit")

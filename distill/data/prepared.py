@@ -10,7 +10,7 @@ import numpy as np
 
 from distill.data.config import DataConfig
 from distill.data.conversation import Conversation, check_ids, keyed_hash
-from distill.data.store import EMPTY_HASH, chain_hash, read_manifest, read_shards
+from distill.data.store import EMPTY_HASH, chain_hash, read_manifest, read_shards, shard_conversations
 from distill.errors import UserError
 
 Split = Literal["train", "val"]
@@ -157,12 +157,7 @@ def load_prepared(folder: Path | str, config: DataConfig, *, vocab_size: int) ->
     manifest = read_manifest(folder)
     if manifest is None:
         raise UserError(f"data folder {folder} must hold prepared data, got no manifest; run training to write them")
-    conversations: list[Conversation] = []
-    for shard in read_shards(folder, manifest):
-        ends = np.cumsum(shard["lengths"])
-        for begin, end, key in zip(ends - shard["lengths"], ends, shard["keys"], strict=True):
-            ids, mask = shard["ids"][begin:end], shard["loss_mask"][begin:end].astype(bool)
-            conversations.append(Conversation(ids=ids, loss_mask=mask, key=int(key)))
+    conversations = [c for shard in read_shards(folder, manifest) for c in shard_conversations(shard)]
     if not conversations:
         raise UserError(f"data folder {folder} must hold at least one conversation, got none: {manifest.left_out}")
     data = PreparedData.from_conversations(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +121,25 @@ def _record(row: Any, place: str, config: DataConfig) -> Record:
             turns = [row["prompt"]] if "prompt" in row else row.get("turns")
             if isinstance(turns, list) and turns and all(isinstance(turn, str) and turn.strip() for turn in turns):
                 return Record(place=place, messages=[{"role": "user", "content": turn} for turn in turns])
-    got = f"keys {', '.join(map(str, row)) or '(none)'}" if isinstance(row, dict) else type(row).__name__
-    raise UserError(f"{place} must hold {EXPECTED[config.source]}, got {got}")
+    raise UserError(f"{place} must hold {EXPECTED[config.source]}, got {_shown(row, config)}")
+
+
+def _shown(row: Any, config: DataConfig) -> str:
+    """What is wrong with a row: the value under a key that is right, else its keys, else its type."""
+    if not isinstance(row, dict):
+        return type(row).__name__
+    for name in re.findall(r'"(prompt|turns|messages|text)"', EXPECTED[config.source]):
+        value = row.get(name)
+        if name == "turns" and isinstance(value, list) and value:
+            bad = next(item for item in value if not (isinstance(item, str) and item.strip()))
+            return f'"{name}" with {_kind(bad)} in it'
+        if name in row:
+            return f'"{name}" that is {_kind(value)}'
+    return f"keys {', '.join(map(str, row)) or '(none)'}"
+
+
+def _kind(value: Any) -> str:
+    return "empty" if value in ("", []) or (isinstance(value, str) and not value.strip()) else type(value).__name__
 
 
 def _messages(rows: Iterable[Any], place: str, config: DataConfig) -> list[Message]:

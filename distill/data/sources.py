@@ -1,7 +1,7 @@
 """Where conversations come from: candidates, numbered, in a fixed order.
 
 Every source yields *all* of its candidates, the unusable ones with a reason, so that the number of the last
-one taken is all a resumed run needs to go on.
+one taken is all a resumed run needs to go on. Who writes a part takes every n-th number.
 """
 
 import itertools
@@ -33,13 +33,18 @@ class Streams(Protocol):
         ...
 
 
+def unknown_ids(generation: Generation) -> str | None:
+    """Why what was written cannot be used: a writer elsewhere could not say its token ids; None: it can."""
+    return generation.tag if isinstance(generation.tag, str) else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One thing a source offers: a prompt to answer, a finished conversation, or a reason why neither.
 
     Attributes:
         index: number in the source, without gaps; also the request id that keys the noise.
-        key: hash of the content (0 for dropped ones that have none).
+        key: hash of the content; 0 for one that is dropped for a fault of its own, which makes nothing a duplicate.
         messages: what the target is to answer.
         follow_ups: further user turns.
         conversation: already finished.
@@ -57,7 +62,7 @@ class Candidate:
 
 
 def self_candidates(
-    config: DataConfig, template: ChatTemplate, decoder: Streams, *, start: int, seen: set[int]
+    config: DataConfig, template: ChatTemplate, decoder: Streams, *, numbers: range, seen: set[int]
 ) -> Generator[Candidate]:
     """The target writes user turns: it is given its own template up to where a user's first word goes.
 
@@ -65,18 +70,16 @@ def self_candidates(
         config: lengths, sampling.
         template: the target's.
         decoder: samples with ``config.prompt_sampling()``.
-        start: number of the first candidate.
+        numbers: of the candidates.
         seen: keys already there; grows.
 
     Raises:
         UserError: the target writes no usable prompts.
     """
     slot, marker = template.user_slot(config.system)
-    requests = (
-        Request(request_id=i, prompt=slot, max_new_tokens=config.max_prompt_tokens) for i in itertools.count(start)
-    )
+    requests = (Request(request_id=i, prompt=slot, max_new_tokens=config.max_prompt_tokens) for i in numbers)
     early: dict[int, Generation] = {}
-    index, barren = start, 0
+    index, barren = numbers.start, 0
     for generation in decoder.stream(requests, slots=config.slots or 1):
         early[generation.request_id] = generation
         while index in early:  # finished out of order, taken in order
@@ -88,7 +91,7 @@ def self_candidates(
                     f"data.source=self, got no new one in {HOPELESS} tries; use data.source=prompts"
                 )
             yield candidate
-            index += 1
+            index += numbers.step
 
 
 def _user_turn(
@@ -99,6 +102,8 @@ def _user_turn(
     template: ChatTemplate,
     seen: set[int],
 ) -> Candidate:
+    if (reason := unknown_ids(generation)) is not None:
+        return Candidate(index=index, dropped=reason)
     ended = generation.finished == "eos"
     text, found, _ = template.decode(generation.ids[:-1] if ended else generation.ids).partition(marker)
     text = text.strip()
@@ -117,7 +122,7 @@ def _user_turn(
 
 
 def file_candidates(
-    config: DataConfig, target: Target, records: Sequence[Record], *, start: int, seen: set[int]
+    config: DataConfig, target: Target, records: Sequence[Record], *, numbers: range, seen: set[int]
 ) -> Generator[Candidate]:
     """Candidates from records that were read from files or a data set.
 
@@ -125,33 +130,34 @@ def file_candidates(
         config: says which kind of source it is.
         target: for its template or tokenizer.
         records: checked already, see ``records.py``.
-        start: number of the first candidate.
+        numbers: of the candidates to yield.
         seen: keys already there; grows.
     """
-    make: Callable[[Record], Iterator[Candidate]]
+    offered: Iterator[tuple[int, Candidate]]
     if config.source == "text":
-        make = _text_maker(config, target)
+        pieces = itertools.chain.from_iterable(map(_text_maker(config, target), records))
+        offered = ((index, piece) for index, piece in enumerate(pieces) if index in numbers)
     else:
         template = ChatTemplate(target, source=config.source)
         make = (_prompt_maker if config.source == "prompts" else _chat_maker)(config, template)
-    offered = itertools.chain.from_iterable(make(record) for record in records)
-    for index, found in enumerate(offered):
-        if index >= start:
-            yield _numbered(found, index, seen)
+        offered = ((index, make(records[index])) for index in range(numbers.start, len(records), numbers.step))
+    for index, found in offered:
+        yield _numbered(found, index, seen)
 
 
 def _numbered(found: Candidate, index: int, seen: set[int]) -> Candidate:
-    if found.dropped is None and found.key in seen:
+    if found.dropped is not None:
+        return replace(found, index=index, key=0)
+    if found.key in seen:
         return Candidate(index=index, key=found.key, dropped="duplicate")
-    if found.dropped is None:
-        seen.add(found.key)
+    seen.add(found.key)
     return replace(found, index=index)
 
 
-def _prompt_maker(config: DataConfig, template: ChatTemplate) -> Callable[[Record], Iterator[Candidate]]:
+def _prompt_maker(config: DataConfig, template: ChatTemplate) -> Callable[[Record], Candidate]:
     """Every user turn is answered by the target; answers that came with the file are not used."""
 
-    def make(record: Record) -> Iterator[Candidate]:
+    def make(record: Record) -> Candidate:
         system = [m for m in record.messages if m["role"] in ("system", "developer")][:1]
         users = [m["content"] for m in record.messages if m["role"] == "user"]
         opening = [*(system or system_message(config.system)), {"role": "user", "content": users[0]}]
@@ -161,20 +167,20 @@ def _prompt_maker(config: DataConfig, template: ChatTemplate) -> Callable[[Recor
             dropped = "special_token_in_text"
         elif not all(text.strip() for text in users):
             dropped = "prompt_empty"
-        yield Candidate(index=0, key=key, messages=opening, follow_ups=tuple(users[1:]), dropped=dropped)
+        return Candidate(index=0, key=key, messages=opening, follow_ups=tuple(users[1:]), dropped=dropped)
 
     return make
 
 
-def _chat_maker(config: DataConfig, template: ChatTemplate) -> Callable[[Record], Iterator[Candidate]]:
-    def make(record: Record) -> Iterator[Candidate]:
+def _chat_maker(config: DataConfig, template: ChatTemplate) -> Callable[[Record], Candidate]:
+    def make(record: Record) -> Candidate:
         key = content_key(*(f"{m['role']}: {m.get('content')}" for m in record.messages))
         try:
             result = supervise(record.messages, template, key=key)
         except UserError as error:
             raise UserError(f"{record.place}: {error}") from error
         dropped = None if result.conversation is not None else "no_turn_left"
-        yield Candidate(index=0, key=key, conversation=result.conversation, dropped=dropped, counts=result.counts)
+        return Candidate(index=0, key=key, conversation=result.conversation, dropped=dropped, counts=result.counts)
 
     return make
 

@@ -6,12 +6,9 @@ way. Killed at any moment, the folder is the one before or after a shard: a shar
 written again.
 """
 
-import contextlib
-import errno
-import fcntl
 import hashlib
 import json
-import os
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -24,6 +21,7 @@ from safetensors.numpy import load, save
 
 from distill.data.conversation import Conversation
 from distill.errors import UserError
+from distill.files import Lock, write_atomic
 
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
@@ -38,7 +36,8 @@ class Manifest:
         target: fingerprint of the model that wrote or tokenised the conversations.
         settings: the options that decided what was written.
         origin: hash of the source's files, or the data set's name; "self" when the target wrote the prompts.
-        next_index: number of the first candidate not taken yet.
+        part: which candidates belong here, see ``Part``; None for all.
+        next_index: how many candidates were taken: the number of the next one, where all belong here.
         conversations, tokens, supervised_tokens, greedy: totals of what was kept.
         left_out: dropped candidates and turns, by reason.
         seconds: time spent writing.
@@ -53,6 +52,7 @@ class Manifest:
     target: dict[str, Any]
     settings: dict[str, Any]
     origin: str
+    part: dict[str, int] | None = None
     next_index: int = 0
     conversations: int = 0
     tokens: int = 0
@@ -65,6 +65,30 @@ class Manifest:
     coverage: dict[str, float] = field(default_factory=dict)
     data_hash: str = EMPTY_HASH
     shards: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Which candidates a folder is for: every ``of``-th, beginning with the ``number``-th after the first ``base``.
+
+    Attributes:
+        number: 1 to ``of``.
+        of: how many parts there are.
+        base: candidates that were taken before there were parts.
+    """
+
+    number: int = 1
+    of: int = 1
+    base: int = 0
+
+    def numbers(self, taken: int) -> range:
+        """Candidates that belong here behind the first ``taken`` of them."""
+        return range(self.base + self.number - 1 + taken * self.of, sys.maxsize, self.of)
+
+    @property
+    def name(self) -> str:
+        """The folder's, beside the other parts."""
+        return f"part-{self.number}-of-{self.of}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,27 +117,35 @@ class Store:
         target: fingerprint of the target.
         settings: ``DataConfig.writing_settings()``.
         origin: what the source was read from.
+        part: which candidates belong here; None for all.
 
     Raises:
         UserError: another process has it open, it was written by another target or with other settings, a shard is
             damaged, the folder cannot be written.
     """
 
-    def __init__(self, folder: Path, *, target: Mapping[str, Any], settings: Mapping[str, Any], origin: str):
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        target: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        origin: str,
+        part: Part | None = None,
+    ):
         self.folder = folder
-        with _explained(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        self._part = part or Part()
+        self._lock = Lock(folder / ".lock", what=f"data folder {folder}", instead="use another data.folder")
         try:
-            self._take_lock()
             wanted = Manifest(target=_plain(target), settings=_plain(settings), origin=origin)
+            wanted.part = None if part is None else asdict(part)
             existing = read_manifest(folder)
             if existing is not None:
-                _check_same(folder, existing, wanted)
+                check_same(folder, existing, wanted)
             self.manifest = existing or wanted
             self.seen = {int(key) for shard in read_shards(folder, self.manifest) for key in shard["seen"]}
         except BaseException:
-            os.close(self._lock)
+            self._lock.release()
             raise
         for leftover in folder.glob("*.tmp"):
             leftover.unlink(missing_ok=True)
@@ -122,30 +154,24 @@ class Store:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
+        self._lock.release()
 
-    def _take_lock(self) -> None:
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise UserError(
-                f"data folder {self.folder} must be written by one process at a time, got a second one; "
-                "wait for the other or use another data.folder"
-            ) from error
+    @property
+    def numbers(self) -> range:
+        """Candidates that belong here and were not taken yet."""
+        return self._part.numbers(self.manifest.next_index)
 
     def append(self, outcomes: list[Outcome], *, seconds: float) -> None:
         """Add one shard with these outcomes, in order; returns when it is safely on the disk.
 
         Args:
-            outcomes: the candidates from ``manifest.next_index`` on.
+            outcomes: of the first of ``numbers``.
             seconds: time spent writing so far, earlier sessions included.
 
         Raises:
             UserError: the disk is full or not writable; the folder is as before.
         """
-        assert [o.index for o in outcomes] == list(
-            range(self.manifest.next_index, self.manifest.next_index + len(outcomes))
-        ), "outcomes must come without gaps"
+        assert [o.index for o in outcomes] == list(self.numbers[: len(outcomes)]), "outcomes must come without gaps"
         kept = [o.conversation for o in outcomes if o.conversation is not None]
         data = save(
             {
@@ -154,6 +180,7 @@ class Store:
                 "lengths": np.array([len(c.ids) for c in kept], dtype=np.int64),
                 "keys": np.array([c.key for c in kept], dtype=np.int64),
                 "seen": np.array([o.key for o in outcomes if o.key], dtype=np.int64),
+                "outcomes": _packed(outcomes),
             }
         )
         old = self.manifest
@@ -207,7 +234,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def read_shards(folder: Path, manifest: Manifest) -> Iterator[dict[str, np.ndarray]]:
-    """Yield the tensors of each shard: ids, loss_mask, lengths, keys, seen.
+    """Yield the tensors of each shard: ids, loss_mask, lengths, keys, seen, outcomes.
 
     Raises:
         UserError: a shard is missing or damaged; names the file.
@@ -229,6 +256,38 @@ def read_shards(folder: Path, manifest: Manifest) -> Iterator[dict[str, np.ndarr
             raise UserError(f"{path} must be a safetensors file, got a damaged one: {error}") from error
 
 
+def shard_conversations(shard: Mapping[str, np.ndarray]) -> Iterator[Conversation]:
+    """The conversations of a shard, in order."""
+    ends = np.cumsum(shard["lengths"])
+    for begin, end, key in zip(ends - shard["lengths"], ends, shard["keys"], strict=True):
+        ids, mask = shard["ids"][begin:end], shard["loss_mask"][begin:end].astype(bool)
+        yield Conversation(ids=ids, loss_mask=mask, key=int(key))
+
+
+def read_outcomes(folder: Path, manifest: Manifest) -> Iterator[Outcome]:
+    """Yield what ``Store.append`` was given, in order.
+
+    Raises:
+        UserError: a shard is missing, damaged, or from before outcomes were kept.
+    """
+    numbers = iter(Part(**manifest.part or {}).numbers(0))
+    for entry, shard in zip(manifest.shards, read_shards(folder, manifest), strict=True):
+        if "outcomes" not in shard:
+            raise UserError(f"{folder / entry['file']} must say what became of every candidate, got an old shard")
+        conversations = shard_conversations(shard)
+        for key, kept, greedy, counts in json.loads(shard["outcomes"].tobytes()):
+            conversation = next(conversations) if kept else None
+            yield Outcome(
+                index=next(numbers), key=key, conversation=conversation, greedy=bool(greedy), counts=Counter(counts)
+            )
+
+
+def _packed(outcomes: Iterable[Outcome]) -> np.ndarray:
+    """What became of each candidate, as JSON in bytes: key, kept, greedy, counts."""
+    rows = [(o.key, int(o.conversation is not None), int(o.greedy), dict(o.counts)) for o in outcomes]
+    return np.frombuffer(json.dumps(rows, separators=(",", ":")).encode(), dtype=np.uint8)
+
+
 def chain_hash(previous: str, conversations: Iterable[Conversation]) -> str:
     """Extend a hash by conversations, one after the other."""
     for c in conversations:
@@ -238,56 +297,20 @@ def chain_hash(previous: str, conversations: Iterable[Conversation]) -> str:
     return previous
 
 
-def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file so that it is there completely or not at all, also after a power cut.
-
-    Raises:
-        UserError: the disk is full or not writable.
-    """
-    temporary = path.with_name(path.name + ".tmp")
-    with _explained(path):
-        try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
-                view = memoryview(data)
-                while view:
-                    view = view[os.write(handle, view) :]
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-            os.replace(temporary, path)  # noqa: PTH105 - the tests cut the power at each of these calls
-            directory = os.open(path.parent, os.O_RDONLY)
-            try:
-                os.fsync(directory)
-            finally:
-                os.close(directory)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-
-
-@contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    """Turn the errors of writing into sentences."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise UserError(
-                f"the disk must have room for {path}, got a full one; free some space and run again"
-            ) from error
-        raise UserError(f"{path} must be writable, got: {error.strerror}") from error
-
-
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """As it will be read back from JSON."""
     return json.loads(json.dumps(dict(value)))
 
 
-def _check_same(folder: Path, old: Manifest, new: Manifest) -> None:
+def check_same(folder: Path, old: Manifest, new: Manifest) -> None:
+    """Refuse a folder of another target, other settings, other files or another part.
+
+    Raises:
+        UserError: lists what differs.
+    """
     before = {**{f"target {k}": v for k, v in old.target.items()}, **old.settings, "source files": old.origin}
     after = {**{f"target {k}": v for k, v in new.target.items()}, **new.settings, "source files": new.origin}
+    before["part"], after["part"] = old.part, new.part
     names = [name for name in {**before, **after} if before.get(name) != after.get(name)]
     if names:
         listed = "; ".join(f"{name} was {before.get(name)!r}, is now {after.get(name)!r}" for name in names)

@@ -1,8 +1,8 @@
 """The target answers prompts, many at a time; what it writes is filtered and put back in order.
 
 Noise is keyed by (seed, candidate, position), so an answer does not depend on what else is in the batch: a
-resumed run writes the same conversations (up to rounding in low-precision matrix products, which may depend on
-the batch).
+resumed run, or one that writes a part, writes the same conversations (up to rounding in low-precision matrix
+products, which may depend on the batch).
 """
 
 import time
@@ -15,7 +15,7 @@ import numpy as np
 
 from distill.data.config import DataConfig
 from distill.data.conversation import Conversation, from_parts, keyed_share
-from distill.data.sources import Candidate, Streams
+from distill.data.sources import Candidate, Streams, unknown_ids
 from distill.data.store import Manifest, Outcome
 from distill.data.template import ChatTemplate
 from distill.decode import Generation, Request
@@ -57,6 +57,12 @@ class Budget:
         return self._clock() - self._begin
 
     @property
+    def full(self) -> bool:
+        """True when as much as was asked for is there, whatever the time."""
+        limits = ((self.kept, self._config.limit), (self.tokens, self._config.max_tokens))
+        return any(limit is not None and have >= limit for have, limit in limits)
+
+    @property
     def fraction(self) -> float:
         """How far the nearest limit is reached, 0 to 1; 0 without limits."""
         config = self._config
@@ -87,6 +93,10 @@ class Budget:
     def took(self, begin: float) -> None:
         """Note that something started at ``begin`` is finished now."""
         self._longest_s = max(self._longest_s, self._clock() - begin)
+
+    def spend(self, seconds: float) -> None:
+        """Count time that was spent elsewhere."""
+        self._begin -= seconds
 
     def keep(self, conversation: Conversation) -> None:
         """Count a kept conversation."""
@@ -228,8 +238,10 @@ def _take(draft: _Draft, generation: Generation, config: DataConfig, template: C
     """Add an answer to its conversation; True when another turn is to be written."""
     ids = generation.ids
     content = ids[:-1] if generation.finished == "eos" else ids
-    reason = None
-    if len(content) < config.min_answer_tokens:
+    reason = unknown_ids(generation)
+    if reason is not None:
+        pass
+    elif len(content) < config.min_answer_tokens:
         reason = "too_short"
     elif is_degenerate(content):
         reason = "degenerate"

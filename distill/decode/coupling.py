@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from distill import kernels
 from distill.sampling import Sampling, choose, choose_among_top, gumbel, warp
 from distill.types import Candidates
 
@@ -43,8 +44,13 @@ class RoundNoise:
         # On a CPU with top-k the survivors' noise is enough; elsewhere looking for ties would cost a read.
         if self.sampling.top_k > 0 and not self.sampling.greedy and logits_BNV.device.type == "cpu":
             position_BN = self.position_BP.gather(1, depths_BN)
+            # With few positions hashing everything by the kernel beats the many small operations that pick.
+            few = self.position_BP.numel() <= 4 and kernels.load() is not None
+            whole, vocab = self.full if few or "full" in self.__dict__ else None, self.vocab
 
             def noise_at(ids_BNk: Tensor) -> Tensor:
+                if whole is not None:
+                    return whole.gather(1, depths_BN[:, :, None].expand(-1, -1, vocab)).gather(2, ids_BNk)
                 return gumbel(
                     seed=self.sampling.seed,
                     request_B=self.request_B,

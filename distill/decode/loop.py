@@ -12,17 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from distill.attention import tree_mask
-from distill.decode.coupling import CoupledRanker, RoundNoise
+from distill.decode.coupling import RoundNoise
+from distill.decode.drafting import Drafting
 from distill.decode.records import Generation, Request, StepRecord
 from distill.decode.rows import Rows, compact, merge
 from distill.decode.verify import check_pair, match
 from distill.drafters.base import Drafter
 from distill.errors import UserError
+from distill.graphs import Graphs
 from distill.kv_cache import KVCache
 from distill.packed import Packing
 from distill.sampling import Sampling
 from distill.target import Target
-from distill.tree import Plan, geometry, grow, root_only
+from distill.tree import Dynamic, Plan, geometry, root_only
 from distill.types import TargetOutput
 
 Engine = Literal["eager", "fast"]
@@ -69,6 +71,10 @@ class Decoder:
             Packing(drafter)
         self.plan = plan
         self.sampling = sampling or Sampling()
+        self.drafting: Drafting | None = None
+        if drafter is not None and plan is not None:
+            graphs = Graphs() if engine == "fast" and target.device.type == "cuda" else None
+            self.drafting = Drafting(drafter, plan, self.sampling, graphs=graphs)
         self.prefill_chunk = prefill_chunk
         check_pair(verifier, "topk" if self.sampling.greedy else "coupled")
         if (
@@ -174,7 +180,7 @@ class Decoder:
         capacity = max(len(r.prompt) + r.max_new_tokens for r in requests) + extra
         rows = Rows(
             cache=self.model.new_cache(batch, capacity),
-            drafter=None if self.drafter is None else self.drafter.new_state(batch, capacity),
+            drafter=None if self.drafting is None else self.drafting.new_state(batch, capacity),
             root_B=torch.zeros(batch, dtype=torch.long, device=device),
             request_B=torch.tensor([r.request_id for r in requests], device=device),
             active_B=torch.ones(batch, dtype=torch.bool, device=device),
@@ -227,12 +233,9 @@ class Decoder:
         """One target pass over nodes that hang below each row's committed tokens."""
         view = cache.begin(ids_BN.shape[1])
         window = self.target.info.sliding_window
-        if (
-            view == cache.longest + 1
-            and len(ids_BN) == 1
-            and self.engine == "fast"
-            and (window is None or view <= window)
-        ):
+        # One row, one node, no masked slots in between: nothing to hide from it.
+        everything = len(ids_BN) == cache.bucket == 1 and view == cache.longest + 1
+        if everything and self.engine == "fast" and (window is None or view <= window):
             positions_11 = cache.lengths_B[:, None]
             return self.model.forward(ids_BN, positions_BL=positions_11, mask=None, cache=cache, taps=self._taps)
         mask = tree_mask(
@@ -279,13 +282,10 @@ class Decoder:
         """One round for every active row."""
         count = 1 if self.plan is None else self.plan.depth + 1
         noise = self._noise(rows, rows.cache.lengths_B + 1, count=count)
-        if self.drafter is None or self.plan is None:
+        if self.drafting is None:
             tree = root_only(rows.root_B)
         else:
-            columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
-            ranker = CoupledRanker(self.sampling, noise, columns)
-            tree = grow(self.drafter, rows.drafter, self.plan, rows.root_B, ranker)
-            self.drafter.rollback(rows.drafter)
+            tree = self.drafting.propose(rows.drafter, rows.root_B, noise)
         ancestors_BNN, depths_BN = geometry(tree.parents_BN, tree.max_depth)
         output = self._forward(rows.cache, tree.tokens_BN, depths_BN, ancestors_BNN)
         chosen_BN = self._choose(rows, self.model.logits(output.last_BLD), noise, depths_BN)
@@ -298,10 +298,10 @@ class Decoder:
         packed = torch.cat([head_B3, path_BP, tree.tokens_BN], 1).tolist()
         counts = [row[0] for row in packed]
         rows.lengths = [length + n for length, n in zip(rows.lengths, counts, strict=True)]
-        if tree.max_depth == 0:  # the root is where it has to be
-            rows.cache.advance(n_B, longest=max(rows.lengths))
-        else:
+        if isinstance(self.plan, Dynamic) or tree.tokens_BN.shape[1] > tree.max_depth + 1:
             rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
+        else:  # a chain, or the root alone: every entry is where it has to be
+            rows.cache.advance(n_B, longest=max(rows.lengths))
         rows.root_B = torch.where(rows.active_B, accepted.next_B, rows.root_B)
         if self.drafter is not None:
             keep = path_BP.clamp(min=0)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, StepPrediction, TargetOutput
@@ -60,6 +61,31 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
         """Return every prediction this method trains on for one packed batch."""
+
+    def recompute_activations(self, on: bool) -> None:
+        """Trade time for memory in ``training_steps``: same values, same gradients. Drafters that can override it."""
+        if on:
+            raise UserError(
+                f"trainer.activation_checkpointing must be false for drafter {self.name}, which keeps too little to "
+                "gain from it, got true"
+            )
+
+    @property
+    def steps(self) -> int:
+        """How many predictions ``training_steps`` returns."""
+        return 1
+
+    def kept_floats(self, share: float) -> float:
+        """Numbers autograd keeps per token of a batch, over all steps, for the memory estimate; 0: not known.
+
+        Args:
+            share: part of the positions that count, for drafters that leave out the others.
+        """
+        return 0.0
+
+    def backward_floats(self) -> float:
+        """Numbers per token the backward pass of one step adds to what is kept, for the memory estimate."""
+        return 0.0
 
     @abstractmethod
     def new_state(self, batch_size: int, capacity: int) -> DrafterState:

@@ -85,16 +85,18 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(input_size, shape.n_kv_heads * shape.head_dim, bias=False)
         self.o_proj = nn.Linear(shape.n_heads * shape.head_dim, shape.hidden, bias=False)
 
-    def forward(self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        """Project, rotate, attend, project back."""
-        batch, length, _ = x_BLD.shape
+    def project(self, x_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return (q_BHLK, k_BGLK, v_BGLK), the first two rotated."""
 
         def split(x: Tensor) -> Tensor:
-            return x.view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
+            return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
         q, k, v = split(self.q_proj(x_BLD)), split(self.k_proj(x_BLD)), split(self.v_proj(x_BLD))
-        out = attend(rotate(q, rotary), rotate(k, rotary), v)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, length, -1))
+        return rotate(q, rotary), rotate(k, rotary), v
+
+    def join(self, out_BHLK: Tensor) -> Tensor:
+        """Put the heads side by side and project back to [B, L, D]."""
+        return self.o_proj(out_BHLK.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):

@@ -12,13 +12,16 @@ The query at step k sees the step-0 keys up to i and its own keys of steps 1..k,
 drafted node sees: the prefix made from true features, and its ancestors.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from distill import alignment
-from distill.attention import attend, attend_with_own, segments, tree_mask
+from distill.attention import Documents, attend, attend_with_own, segments, tree_mask
 from distill.config import opt
 from distill.drafters.base import Drafter, DrafterState
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, Rotary
@@ -70,14 +73,31 @@ class Layer(nn.Module):
         self.self_attn = Attention(shape, input_size=2 * shape.hidden)
         self.mlp = MLP(shape)
         self.norm_before_residual = norm_before_residual
+        self.recompute = False
 
     def forward(self, embeds_BLD: Tensor, g_BLD: Tensor, rotary: tuple[Tensor, Tensor], attend_: Attend) -> Tensor:
         """Return out_BLD, before the final norm."""
+        run = _recomputed if self.recompute and torch.is_grad_enabled() else _kept
+        residual, q, k, v = run(self._before, embeds_BLD, g_BLD, rotary)
+        h = residual + self.self_attn.join(attend_(q, k, v))
+        return run(self._after, h)
+
+    def _before(self, embeds_BLD: Tensor, g_BLD: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
         normed = self.hidden_norm(g_BLD)
         residual = normed if self.norm_before_residual else g_BLD
         x = torch.cat([self.input_layernorm(embeds_BLD), normed], dim=-1)
-        h = residual + self.self_attn(x, rotary, attend_)
-        return h + self.mlp(self.post_attention_layernorm(h))
+        return residual, *self.self_attn.project(x, rotary)
+
+    def _after(self, h_BLD: Tensor) -> Tensor:
+        return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
+
+
+def _kept(part: Callable[..., Any], *args: Any) -> Any:
+    return part(*args)
+
+
+def _recomputed(part: Callable[..., Any], *args: Any) -> Any:
+    return checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)  # a layer without randomness
 
 
 @dataclass(kw_only=True)
@@ -150,6 +170,12 @@ class Eagle3(Drafter):
             taps = [norm(x) for norm, x in zip(self.fc_norm, taps, strict=True)]
         return self.fc(torch.cat(taps, dim=-1))
 
+    @property
+    def _decoder_layer(self) -> Layer:
+        layer = self.layers[0]
+        assert isinstance(layer, Layer)
+        return layer
+
     def _layer(self, ids_BL: Tensor, g_BLD: Tensor, positions_BL: Tensor, attend_: Attend) -> Tensor:
         embeds = self.target.embed(ids_BL).to(g_BLD.dtype)
         return self.layers[0](embeds, g_BLD, self.rotary(positions_BL, g_BLD.dtype), attend_)
@@ -159,24 +185,53 @@ class Eagle3(Drafter):
 
     # -- training
 
+    def recompute_activations(self, on: bool) -> None:
+        """Keep what attention and the loss read, and compute the rest of the layer again in the backward pass."""
+        self._decoder_layer.recompute = on
+
+    @property
+    def steps(self) -> int:
+        """K."""
+        return self.config.ttt_steps
+
+    def kept_floats(self, share: float) -> float:
+        """What a position keeps for attention and loss at every step, and, where it counts, for the rest."""
+        wide, narrow = self.shape.n_heads * self.shape.head_dim, self.shape.n_kv_heads * self.shape.head_dim
+        hidden, steps = self.shape.hidden, self.steps
+        attention = hidden + 2 * wide + 2 * narrow
+        joined = 5 * hidden + wide
+        layer = 4 * hidden + 4 * self.shape.intermediate
+        chosen = 1 + (steps - 1) * share
+        inside = 0.0 if self._decoder_layer.recompute else layer
+        return len(self._taps) * hidden + steps * attention + chosen * (joined + inside)
+
+    def backward_floats(self) -> float:
+        """The inside of the layer, computed again, or its gradients alone."""
+        gradients = 2 * self.shape.intermediate
+        return gradients + (4 * self.shape.hidden + 4 * self.shape.intermediate) * self._decoder_layer.recompute
+
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
-        """One prediction per training-time-test step; step k speaks about token t_{i+2+k}."""
-        memory = _StepMemory(segments(batch.doc_BL), self.shape.n_heads // self.shape.n_kv_heads)
-        g_BLD = self.fuse(output)
-        steps = []
-        for k in range(self.config.ttt_steps):
-            out_BLD = self._layer(alignment.input_ids(batch, k), g_BLD, batch.positions_BL + k, memory)
-            steps.append(
-                StepPrediction(
-                    hidden_BLD=self.norm(out_BLD),
-                    head=self.lm_head,
-                    shift=2 + k,
-                    mask_BL=alignment.recurrent_mask(batch, k),
-                    weight=self.config.step_decay**k,
-                )
+        """One prediction per training-time-test step; step k speaks about token t_{i+2+k}.
+
+        From step 1 on a position is read by nobody but itself, so steps are computed only where they count; hidden
+        states are 0 elsewhere. (All positions take part in step 0, whose keys are read by later ones.)
+        """
+        masks = [alignment.recurrent_mask(batch, k) for k in range(self.config.ttt_steps)]
+        rows = _Chosen(masks[min(1, len(masks) - 1)])  # later masks are inside this one
+        memory = _StepMemory(segments(batch.doc_BL), rows)
+        out = self._layer(alignment.input_ids(batch, 0), self.fuse(output), batch.positions_BL, memory)
+        hiddens = [self.norm(out)]
+        out = rows.take(out)
+        for k in range(1, self.config.ttt_steps):
+            ids, positions = rows.take(alignment.input_ids(batch, k)), rows.take(batch.positions_BL + k)
+            out = self._layer(ids, self._feedback(out), positions, memory)
+            hiddens.append(rows.put(self.norm(out)))
+        return [
+            StepPrediction(
+                hidden_BLD=hidden, head=self.lm_head, shift=2 + k, mask_BL=mask, weight=self.config.step_decay**k
             )
-            g_BLD = self._feedback(out_BLD)
-        return steps
+            for k, (hidden, mask) in enumerate(zip(hiddens, masks, strict=True))
+        ]
 
     # -- drafting
 
@@ -253,16 +308,39 @@ class Eagle3(Drafter):
         return attend_
 
 
-class _StepMemory:
-    """Attention of the training-time test: remembers the keys and values of the steps before."""
+class _Chosen:
+    """The N positions of a packed batch where a mask is set, as one row."""
 
-    def __init__(self, documents: list[tuple[int, int, int]], per_group: int):
-        self.documents = documents
-        self.per_group = per_group
+    def __init__(self, mask_BL: Tensor):
+        self.shape = mask_BL.shape
+        self.index_N = mask_BL.flatten().nonzero()[:, 0]
+
+    def take(self, x: Tensor) -> Tensor:
+        """[B, L, ...] -> [1, N, ...]."""
+        return x.flatten(0, 1)[self.index_N][None]
+
+    def put(self, x: Tensor) -> Tensor:
+        """[1, N, ...] -> [B, L, ...], 0 elsewhere."""
+        whole = x.new_zeros(self.shape.numel(), *x.shape[2:])
+        return whole.index_copy(0, self.index_N, x[0]).view(*self.shape, *x.shape[2:])
+
+
+class _StepMemory:
+    """Attention of the training-time test: remembers the keys and values of the steps before.
+
+    Step 0 comes with every position, later steps with the ``rows`` where they count.
+    """
+
+    def __init__(self, documents: Documents, rows: _Chosen):
+        self.documents, self.rows = documents, rows
         self.seen: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = k.repeat_interleave(self.per_group, 1), v.repeat_interleave(self.per_group, 1)
+        if not self.seen:
+            self.seen.append((k, v))
+            return attend_with_own(q, k, v, [], self.documents)
+        q, k, v = (self.rows.put(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
         self.seen.append((k, v))
         (first_k, first_v), later = self.seen[0], self.seen[1:]
-        return attend_with_own(q, first_k, first_v, later, self.documents)
+        out = attend_with_own(q, first_k, first_v, later, self.documents)
+        return self.rows.take(out.transpose(1, 2)).transpose(1, 2)

@@ -1,36 +1,15 @@
-"""Files that are whole or not there: temporary name in the same folder, sync, replace."""
+"""Reading and hashing the files of an export or a run; writing them is in ``distill.files``."""
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from distill.errors import UserError
+from distill.files import swap_folder, unwritable, write_atomic
 
-
-def write_atomic(path: Path, text: str) -> None:
-    """Write a text file so that ``path`` holds either what it held before or all of ``text``.
-
-    Raises:
-        UserError: disk full, read-only, no such folder.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(text, encoding="utf-8")
-        sync(temporary)
-        temporary.replace(path)
-    except OSError as error:
-        raise unwritable(path, error) from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def unwritable(path: Path, error: Exception) -> UserError:
-    """The sentence for a path that could not be written."""
-    return UserError(f"{path} must be writable, got {error}; free some space or choose another folder")
+__all__ = ["read_json", "sha256", "swap_folder", "to_json", "unwritable", "write_atomic"]
 
 
 def to_json(value: Mapping) -> str:
@@ -57,18 +36,3 @@ def sha256(path: Path) -> str:
     """Hex digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def sync(path: Path) -> None:
-    """Wait until a file is on the disk."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def swap_folder(fresh: Path, folder: Path) -> None:
-    """Put the folder ``fresh`` in ``folder``'s place; an old one goes only once the new one is there."""
-    old = folder.with_name(f".{folder.name}.{os.getpid()}.old")
-    if folder.exists():
-        folder.replace(old)
-    fresh.replace(folder)
-    shutil.rmtree(old, ignore_errors=True)

@@ -10,7 +10,6 @@ target is an error, never a default. Pickles are never read.
 """
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Mapping
@@ -26,7 +25,8 @@ from distill.config import build, flatten, to_dict
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export.card import render
-from distill.export.files import read_json, sha256, swap_folder, sync, to_json, unwritable, write_atomic
+from distill.export.files import read_json, sha256, to_json, write_atomic
+from distill.files import fresh_folder, swap_folder, unwritable
 from distill.registry import drafter_class
 from distill.target import Target
 from distill.vocab import DraftVocab
@@ -67,24 +67,20 @@ def save_drafter(
         UserError: the folder is taken, or cannot be written.
     """
     folder = Path(folder)
-    _check_free(folder, overwrite=overwrite)
     tensors = {MAPS.get(k, k): v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
     record = {**provenance, "measured": dict(card or {})}
-    fresh = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    try:
-        fresh.mkdir(parents=True)
-        save_file(tensors, fresh / WEIGHTS)
+    with fresh_folder(folder, what="export folder") as fresh:
+        _check_free(folder, overwrite=overwrite)
+        try:
+            save_file(tensors, fresh / WEIGHTS)
+        except SafetensorError as error:
+            raise unwritable(folder, error) from error
         config = _describe(drafter) | {"weights_sha256": sha256(fresh / WEIGHTS)}
         (fresh / CONFIG).write_text(to_json(config), encoding="utf-8")
         (fresh / PROVENANCE).write_text(to_json(record), encoding="utf-8")
         (fresh / CARD).write_text(render(config, record), encoding="utf-8")
-        for path in fresh.iterdir():
-            sync(path)
+        shutil.copymode(fresh / CONFIG, fresh / WEIGHTS)  # safetensors keeps its file from everybody else
         swap_folder(fresh, folder)
-    except (OSError, SafetensorError) as error:
-        raise unwritable(folder, error) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return folder
 
 
@@ -99,18 +95,15 @@ def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = Fa
     for name in (PROVENANCE, CARD):
         if not (source / name).is_file():
             raise UserError(f"{source} must hold {name}, got a folder without it; export the run again")
-    _check_free(out, overwrite=overwrite)
-    fresh = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    try:
-        fresh.mkdir(parents=True)
+    with fresh_folder(out, what="export folder") as fresh:
+        _check_free(out, overwrite=overwrite)
         for name in (CONFIG, WEIGHTS, PROVENANCE, CARD):
-            shutil.copyfile(source / name, fresh / name)
-            sync(fresh / name)
+            # Not ``copyfile``: its ``sendfile`` may end early at a limit, and that is taken for the end of the file.
+            with (source / name).open("rb") as file, (fresh / name).open("wb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)
+        if sha256(fresh / WEIGHTS) != read_config(fresh)["weights_sha256"]:
+            raise UserError(f"{source} must stay as it is while it is copied, got a change meanwhile; copy it again")
         swap_folder(fresh, out)
-    except OSError as error:
-        raise unwritable(out, error) from error
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
     return out
 
 

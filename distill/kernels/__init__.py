@@ -68,6 +68,8 @@ def _library() -> ctypes.CDLL:
     library.draftsmith_silu_mul.restype = None
     library.draftsmith_rotate_write.argtypes = [pointer] * 7
     library.draftsmith_rotate_write.restype = None
+    library.draftsmith_hash.argtypes = [ctypes.c_int32] * 2 + [pointer, integer]
+    library.draftsmith_hash.restype = None
     return library
 
 

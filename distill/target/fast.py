@@ -1,7 +1,7 @@
 """The fast engine: the same target with a decode step that takes as little time as we can make it.
 
 On a CPU: projections joined and packed (``packed.py``), few operations (``fused.py``). On CUDA the same fused step
-is replayed from a graph per shape (``graphs.py``). Families that ``fused.py`` does not know keep their transformers
+is replayed from a graph per shape (``distill/graphs.py``). Families that ``fused.py`` does not know keep their transformers
 forward with packed projections. Prefill chunks, verification and plain decoding all go through here, so a drafted and
 an undrafted run are equally fast per pass.
 """
@@ -13,11 +13,14 @@ import torch
 from torch import Tensor
 
 from distill.attention import AttentionMask, tree_mask
+from distill.graphs import BUCKET, FixedCache, Graphs, Storage, rounded
 from distill.kv_cache import KVCache
 from distill.packed import PackedLinear, Packing
 from distill.target.fused import FusedLayers, why_not
 from distill.target.info import FULL, SLIDING
 from distill.types import TargetOutput
+
+_MOST_ROWS = 256  # new tokens in all up to which recording a step is worth its memory
 
 # Largest accepted error of one position's vector, relative to its norm. Different kernels round differently:
 # bf16 keeps 8 bits, about one per cent after 30 layers; a wrong mask or a lost scale is far above.
@@ -56,6 +59,8 @@ class FastTarget:
         else:
             self._packing = Packing(backbone, on=False)
         self._head = PackedLinear(target._head.weight, target._head.bias)
+        self.graphs: Graphs | None = Graphs() if self._fused is not None and self.device.type == "cuda" else None
+        self.storage = Storage()
 
     @classmethod
     def checked(cls, target: Any) -> "FastTarget":
@@ -103,8 +108,12 @@ class FastTarget:
         return self.target.scale_logits(self._head(hidden.to(self.dtype)))
 
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
-        """As ``Target.new_cache``."""
-        return self.target.new_cache(batch_size, capacity)
+        """As ``Target.new_cache``; with graphs, in memory that stays where it is and shapes that repeat."""
+        if self.graphs is None:
+            return self.target.new_cache(batch_size, capacity)
+        cache = self.target.new_cache(batch_size, rounded(capacity))
+        cache.bucket = BUCKET
+        return self.storage.adopt(cache)
 
     def forward(
         self,
@@ -128,10 +137,20 @@ class FastTarget:
         masks: dict[str, Tensor | None] = {}
         if mask is not None:
             masks = {FULL: mask.full_B1QT, SLIDING: mask.sliding_B1QT}
-        return self._run(ids_BL, positions_BL, masks, cache, taps)
+        if self.graphs is None or ids_BL.numel() > _MOST_ROWS:
+            return self._run(ids_BL, positions_BL, masks, cache, taps)
+        kinds = [kind for kind, allowed in masks.items() if allowed is not None]
+        kv, view = cache.kv, cache.view
+
+        def step(ids: Tensor, positions: Tensor, slots: Tensor, *allowed: Tensor) -> TargetOutput:
+            fixed = FixedCache(kv, slots, view)
+            return self._run(ids, positions, dict(zip(kinds, allowed, strict=True)), fixed, taps)
+
+        inputs = [ids_BL, positions_BL, cache.slots_BN, *(allowed for allowed in masks.values() if allowed is not None)]
+        return self.graphs.run(step, inputs, key=(kv.data_ptr(), view, taps, tuple(kinds)))
 
     def _run(
-        self, ids_BL: Tensor, positions_BL: Tensor, masks: dict[str, Tensor | None], cache: KVCache, taps: tuple
+        self, ids_BL: Tensor, positions_BL: Tensor, masks: dict[str, Tensor | None], cache: Any, taps: tuple
     ) -> TargetOutput:
         x_BND = self.target.embed(ids_BL)
         rotary = self.target._backbone.rotary_emb(x_BND, positions_BL)

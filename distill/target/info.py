@@ -23,6 +23,7 @@ class TargetConfig:
     trust_remote_code: bool = opt(False, "run code that comes with the model")
     seed: int = opt(0, "seed of the random weights (tiny targets only)")
     verify: bool = opt(True, "compare with the model's own logits and masks at start-up")
+    shard: Literal["none", "fsdp"] = opt("none", "training only; fsdp: decoder layers in pieces over all processes")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distill.errors import UserError, did_you_mean
@@ -37,12 +39,14 @@ def load_target(config: TargetConfig) -> Target:
     Raises:
         UserError: unknown name, no network, damaged files, unsupported architecture or device.
     """
+    if config.shard != "none":
+        raise UserError(f"target.shard must be none outside training, got {config.shard}; leave it out")
     if config.dtype not in DTYPES:
         raise UserError(
             f"target.dtype must be one of {', '.join(DTYPES)}, got {config.dtype!r}."
             f"{did_you_mean(config.dtype, DTYPES)}"
         )
-    device = _device(config.device)
+    device = choose_device(config.device)
     if config.name == "tiny" or config.name.startswith("tiny-"):
         target = tiny_target(
             config.name.removeprefix("tiny").removeprefix("-") or next(iter(FAMILIES)),
@@ -59,7 +63,52 @@ def load_target(config: TargetConfig) -> Target:
     return target
 
 
-def _device(name: str) -> torch.device:
+def load_for_sharding(config: TargetConfig) -> Target:
+    """Load a target whose layers ``shard_target`` is going to divide: on the CPU (mapped from the files), unchecked."""
+    return load_target(replace(config, shard="none", device="cpu", verify=False))
+
+
+def shard_target(target: Target, *, mesh: Any, device: torch.device, check: bool) -> None:
+    """Divide the decoder layers over the processes of ``mesh`` (FSDP2); a layer is whole only while it runs.
+
+    Embedding, final norm and head stay whole: they are read alone, outside the decoder's forward. From here on every
+    process has to run the same number of forwards, each on its own batch.
+
+    Args:
+        target: loaded by ``load_for_sharding``; changed in place.
+        mesh: one axis of ``torch.distributed.DeviceMesh``.
+        device: of this process.
+        check: compare with the model's own logits and masks, in all processes together.
+
+    Raises:
+        UserError: quantised weights, or the check's refusal.
+    """
+    decoder = target.model.get_decoder()
+    if any(not parameter.is_floating_point() for parameter in decoder.parameters()):
+        raise UserError(f"target {target.info.name} must have plain weights to be sharded, got quantised ones")
+    for layer in target._layers:
+        fully_shard(layer, mesh=mesh)
+    divided = {parameter for layer in target._layers for parameter in layer.parameters()}
+    alone = set(decoder.parameters()) - divided
+    # A root above the layers lets a layer's weights arrive while the one before it runs.
+    fully_shard(decoder, mesh=mesh, ignored_params=alone)
+    target.model.to(device)
+    target.device = device
+    if check:
+        verify(target)
+
+
+def is_sharded(target: Target) -> bool:
+    """Whether a forward needs every process."""
+    return isinstance(target.model.get_decoder(), FSDPModule)
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that ``target.device`` means here.
+
+    Raises:
+        UserError: this machine has none of that name.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

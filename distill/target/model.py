@@ -1,19 +1,21 @@
 """The frozen target behind one class: features, logits and embeddings, the same for training and decoding."""
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
 
-from distill.attention import AttentionMask, packed_mask
+from distill.attention import AttentionMask, Documents, attend_documents, packed_mask, segments
 from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.target import fingerprint
+from distill.target.fast import FastTarget
 from distill.target.info import FULL, SLIDING, describe, layer_kinds
 from distill.types import TargetOutput
 
@@ -52,6 +54,9 @@ class Target:
         self._head: Any = model.get_output_embeddings()
         self._kinds = layer_kinds(self.config_hf, name)
         self._layers = _decoder_layers(self._backbone, self.config_hf.num_hidden_layers, name)
+        # transformers renamed the argument in 5.24.
+        parameters = inspect.signature(self._backbone.forward).parameters
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._additive = self.config_hf._attn_implementation == "eager"
         if self.config_hf._attn_implementation not in ("sdpa", "eager"):
             raise UserError(
@@ -71,6 +76,11 @@ class Target:
             "chat_template": fingerprint.chat_template_digest(self.tokenizer),
         }
 
+    @cached_property
+    def fast(self) -> FastTarget:
+        """The same weights behind the fast engine, made (and compared with this forward) when first asked for."""
+        return FastTarget.checked(self)
+
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
         """Return what enters layer 0 for ``ids`` [...]: [..., D], any embedding scale included."""
@@ -83,8 +93,11 @@ class Target:
 
         Differentiable with respect to ``hidden``; the head itself is frozen.
         """
+        return self.scale_logits(self._head(hidden.to(self.dtype)))
+
+    def scale_logits(self, logits: Tensor) -> Tensor:
+        """Apply what the model does to its head's output: logit scale, soft-capping."""
         config = self.config_hf
-        logits = self._head(hidden.to(self.dtype))
         if (divisor := getattr(config, "logits_scaling", None)) is not None:  # Granite
             logits = logits / divisor
         if (factor := getattr(config, "logit_scale", None)) is not None:  # Cohere
@@ -105,6 +118,7 @@ class Target:
         *,
         positions_BL: Tensor | None = None,
         mask: AttentionMask | None = None,
+        doc_BL: Tensor | None = None,
         cache: KVCache | None = None,
         taps: Iterable[int] = (),
     ) -> TargetOutput:
@@ -114,6 +128,8 @@ class Target:
             ids_BL: token ids (padding clamped to a valid id).
             positions_BL: position of each token; 0..L-1 by default.
             mask: who sees whom, per kind of layer; by default plain causal attention over ``ids_BL``.
+            doc_BL: instead of a mask, the documents of packed rows (-1 on padding, whose output is undefined): each
+                is causal in itself, in memory linear in L (quadratic where the model attends eagerly).
             cache: where keys and values are kept; the caller has announced the write with ``cache.begin``
                 and gives positions and mask.
             taps: hidden states to keep; tap k enters layer k, tap n leaves the last one.
@@ -125,20 +141,24 @@ class Target:
             raise ValueError("forward with a cache needs positions_BL and mask, since slots are not positions")
         if positions_BL is None:
             positions_BL = torch.arange(ids_BL.shape[1], device=ids_BL.device).expand(ids_BL.shape)
-        if mask is None:
+        if mask is None and doc_BL is None:
             mask = packed_mask(torch.zeros_like(ids_BL), positions_BL, window=self.info.sliding_window)
+        if doc_BL is not None and (self._additive or not self.model._supports_attention_backend):
+            mask, doc_BL = packed_mask(doc_BL, positions_BL, window=self.info.sliding_window), None
         taps = tuple(taps)
         caught: dict[int, Tensor] = {}
         # Hooks live for this call only: nothing is left on the model, even when the forward fails.
         with ExitStack() as hooks:
             for tap in taps:
                 hooks.callback(self._catch(tap, caught).remove)
+            packed = {} if doc_BL is None else hooks.enter_context(self._by_document(doc_BL))
             output = self._backbone(
                 input_ids=ids_BL,
-                attention_mask=self._native(mask),
+                attention_mask=None if mask is None else self._native(mask),
                 position_ids=positions_BL,
-                cache=cache,
+                **{self._cache_name: cache},
                 use_cache=cache is not None,
+                **packed,
             )
         return TargetOutput(last_BLD=output.last_hidden_state, taps={tap: caught[tap] for tap in taps})
 
@@ -194,6 +214,16 @@ class Target:
             native[kind] = self._to_additive(allowed) if self._additive else allowed
         return native if len(native) > 1 else native[self._kinds[0]]
 
+    @contextmanager
+    def _by_document(self, doc_BL: Tensor) -> Iterator[dict[str, Documents]]:
+        """Let the layers attend document by document, for one call; yields what the call must be given."""
+        before = self.config_hf._attn_implementation
+        self.config_hf._attn_implementation = _BY_DOCUMENT
+        try:
+            yield {"documents": segments(doc_BL)}
+        finally:
+            self.config_hf._attn_implementation = before
+
     def _to_additive(self, allowed: Tensor) -> Tensor:
         blocked = torch.zeros(allowed.shape, dtype=self.dtype, device=allowed.device)
         return blocked.masked_fill_(~allowed, torch.finfo(self.dtype).min)
@@ -211,6 +241,29 @@ class Target:
         if tap == self.info.n_layers:
             return self._layers[-1].register_forward_hook(leaving)
         return self._layers[tap].register_forward_pre_hook(entering, with_kwargs=True)
+
+
+_BY_DOCUMENT = "draftsmith_documents"
+"""Name under which transformers knows ``attend_documents``; it builds no mask for a name it has none for."""
+
+
+def _attend_documents(
+    _layer: nn.Module,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    _mask: None,
+    *,
+    documents: Documents,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    out_BHLK = attend_documents(q, k, v, documents, scale=scaling, window=sliding_window)
+    return out_BHLK.transpose(1, 2), None
+
+
+AttentionInterface.register(_BY_DOCUMENT, _attend_documents)
 
 
 def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Module]:

@@ -4,6 +4,8 @@ Their order in the Trainer is the order within a step: log, validate, decode, ch
 """
 
 import math
+import signal
+import threading
 import time
 from collections.abc import Sequence
 from itertools import islice
@@ -14,10 +16,14 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.distributed.device_mesh import init_device_mesh
 
 from distill.metrics import accept_by_depth, tau
+from distill.target import Target
+from distill.target.loading import is_sharded, shard_target
 from distill.train.config import EvalConfig
 from distill.train.evaluate import decode, validate
+from distill.train.fsdp import whole_weights
 from distill.train.schedule import Plan
 from distill.train.tracking import Sample, Tracker
 from distill.types import Batch
@@ -104,7 +110,7 @@ class Validate(AfterStep):
         """Validate if it is time."""
         if not self.plan.due(self.plan.val_every, step):
             return
-        with trainer.precision_plugin.val_step_context():
+        with whole_weights(module), trainer.precision_plugin.val_step_context():
             batches = islice(trainer.datamodule.val_dataloader(), self.limit)  # type: ignore[attr-defined]
             metrics = validate(module.drafter, batches, module.loss_config, world=trainer.world_size)
         if metrics:
@@ -125,11 +131,14 @@ class DecodeSamples(AfterStep):
         self.prompts, self.plan, self.config = prompts, plan, config
 
     def after_step(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        """Decode if it is time; on one rank, the others do not wait (nothing is exchanged)."""
-        if not self.prompts or not self.plan.due(self.plan.decode_every, step) or not trainer.is_global_zero:
-            return
+        """Decode if it is time; on one rank, unless the target needs all of them for a forward."""
         target = module.drafter.target
-        done = decode(module.drafter, self.prompts, self.config)
+        if not self.prompts or not self.plan.due(self.plan.decode_every, step):
+            return
+        with whole_weights(module):
+            if not (trainer.is_global_zero or is_sharded(target)):
+                return
+            done = decode(module.drafter, self.prompts, self.config)
         steps = [record for generation in done for record in generation.steps]
         metrics = {"decode/tau": tau(steps)}
         metrics |= {f"decode/accept_{d}": rate for d, rate in enumerate(accept_by_depth(steps), 1)}
@@ -144,6 +153,43 @@ class DecodeSamples(AfterStep):
             if isinstance(tracker, Tracker):
                 tracker.log_samples(samples, step)
         say(f"step {step}: decoding accepts {metrics['decode/tau']:.2f} tokens per pass; {samples[0].answer[:200]!r}")
+
+
+class ShardTarget(Callback):
+    """Divides the target over the processes as soon as they have met.
+
+    Args:
+        target: loaded by ``load_for_sharding``.
+        check: compare with the model's own logits and masks afterwards.
+    """
+
+    def __init__(self, target: Target, *, check: bool):
+        self.target, self.check = target, check
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Divide it."""
+        device = trainer.strategy.root_device
+        mesh = init_device_mesh(device.type, (trainer.world_size,))
+        shard_target(self.target, mesh=mesh, device=device, check=self.check)
+
+
+class EndOnSigterm(Callback):
+    """Ends the process at once when a scheduler or launcher asks for it; the last checkpoint is what a resume needs.
+
+    Lightning's own handler first talks to the other processes, and one of them may be why this one has to end.
+    """
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Take the place of Lightning's handler, which is there by now and which it puts away itself."""
+
+        def end(*_: object) -> None:
+            if trainer.strategy.launcher is not None:
+                trainer.strategy.launcher.kill(signal.SIGTERM)
+            say("ended by SIGTERM; the same command with the same run_dir resumes the run")
+            raise SystemExit(128 + signal.SIGTERM)
+
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, end)
 
 
 class ProgressBar(AfterStep):

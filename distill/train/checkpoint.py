@@ -10,6 +10,7 @@ import os
 import pickle
 import zipfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from lightning.fabric.plugins import CheckpointIO
 
 from distill.config import first_line
 from distill.errors import UserError
-from distill.export.files import write_atomic
+from distill.files import make_folder, sync, write_atomic
 from distill.train.callbacks import AfterStep
 from distill.train.schedule import Plan
 
@@ -39,12 +40,13 @@ class AtomicCheckpointIO(CheckpointIO):
         path = Path(path)
         temporary = path.with_name(f".{path.name}.tmp")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(path.parent)
             with temporary.open("wb") as file:
                 torch.save(checkpoint, file)
                 file.flush()
                 os.fsync(file.fileno())
             temporary.replace(path)
+            sync(path.parent)
         except (OSError, RuntimeError) as error:
             # torch's zip writer hides a full disk behind a RuntimeError about file positions.
             reason = error if isinstance(error, OSError) else "a write that failed (is the disk full?)"
@@ -72,23 +74,32 @@ class AtomicCheckpointIO(CheckpointIO):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """A checkpoint on disk, and for the best one the figures at that step."""
+    """A checkpoint on disk.
+
+    Attributes:
+        path, step: which.
+        metrics: of the best one, the figures at that step.
+        best: of the newest one, what it says about the best one (file, step, tau, metrics).
+    """
 
     path: Path
     step: int
     metrics: dict[str, float] = field(default_factory=dict)
+    best: dict[str, Any] | None = None
 
 
 def find_last(folder: Path, *, say: Callable[[str], None]) -> Found | None:
     """Return the newest checkpoint that loads; damaged ones are set aside. None when there is none."""
     for path in sorted(folder.glob("step-*.ckpt"), reverse=True):
         try:
-            AtomicCheckpointIO().load_checkpoint(path)
+            states = AtomicCheckpointIO().load_checkpoint(path).get("callbacks", {}).values()
         except UserError as error:
-            say(f"{error}; set aside, trying the one before")
-            path.replace(path.with_suffix(".damaged"))
+            with suppress(FileNotFoundError):  # the run goes on meanwhile, and has deleted it
+                path.replace(path.with_suffix(".damaged"))
+                say(f"{error}; set aside, trying the one before")
             continue
-        return Found(path=path, step=int(path.stem.removeprefix("step-")))
+        best = next((state["best"] for state in states if isinstance(state, dict) and "best" in state), None)
+        return Found(path=path, step=int(path.stem.removeprefix("step-")), best=best)
     return None
 
 
@@ -103,11 +114,25 @@ def find_best(folder: Path) -> Found:
     last = find_last(folder, say=lambda _: None)
     if last is None:
         raise UserError(f"{folder} must hold checkpoints, got none; resume the training")
-    states = AtomicCheckpointIO().load_checkpoint(last.path).get("callbacks", {}).values()
-    best = next((state["best"] for state in states if isinstance(state, dict) and "best" in state), None)
+    best = last.best
     if best is None or not (folder / best["file"]).is_file():
         return last
     return Found(path=folder / best["file"], step=best["step"], metrics=best["metrics"])
+
+
+def settle(folder: Path, *, best: dict[str, Any] | None, keep: int) -> None:
+    """Do what comes after a new checkpoint: point the index at it, then delete what is not needed any more.
+
+    Args:
+        folder: with at least one checkpoint, the newest of them whole.
+        best: file, step, tau and metrics of the best one.
+        keep: newest checkpoints to keep, at least 1; the best one is kept beside them.
+    """
+    files = sorted(path.name for path in folder.glob("step-*.ckpt"))
+    write_atomic(folder / INDEX, json.dumps({"last": files[-1], "best": best}, indent=2) + "\n")
+    for file in files[:-keep]:
+        if best is None or file != best["file"]:
+            (folder / file).unlink()
 
 
 class Checkpoints(AfterStep):
@@ -139,14 +164,7 @@ class Checkpoints(AfterStep):
             self.best = {"file": file, "step": step, "tau": tau, "metrics": metrics}
         trainer.save_checkpoint(self.folder / file)
         if trainer.is_global_zero:
-            write_atomic(self.folder / INDEX, json.dumps({"last": file, "best": self.best}, indent=2) + "\n")
-            keep = {
-                self.best["file"],
-                *sorted(path.name for path in self.folder.glob("step-*.ckpt"))[-self.keep :],
-            }
-            for path in self.folder.glob("step-*.ckpt"):
-                if path.name not in keep:
-                    path.unlink()
+            settle(self.folder, best=self.best, keep=self.keep)
 
     def state_dict(self) -> dict[str, Any]:
         """The best checkpoint so far travels with every checkpoint."""

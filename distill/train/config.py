@@ -25,31 +25,41 @@ class TrainerConfig:
     precision: Literal["auto", "bf16", "fp32"] = opt("auto", "of the drafter; auto: bf16 on a GPU, else fp32")
     batch_size: int = opt(2, "packed rows per device and micro step")
     accumulate: int = opt(1, "micro steps per optimiser step")
+    activation_checkpointing: bool = opt(
+        False, "compute parts of the drafter twice instead of keeping them: less memory, same gradients"
+    )
     val_every: int | None = opt(None, "optimiser steps between validations; null: ten validations")
     val_batches: int = opt(16, "held-out batches per validation at most")
     checkpoint_every: int | None = opt(None, "optimiser steps between checkpoints; null: with each validation")
     decode_every: int | None = opt(None, "optimiser steps between decodes of held-out prompts; null: four times")
     keep: int = opt(2, "newest checkpoints kept, beside the best one")
     log_every: int = opt(10, "optimiser steps between log entries")
-    devices: int = opt(1, "devices per node")
-    num_nodes: int = opt(1, "machines")
-    strategy: Literal["auto", "ddp"] = opt("auto", "auto: ddp when there is more than one device")
+    devices: int | None = opt(
+        None, "processes per machine, one per device; null: what torchrun or srun started, else 1"
+    )
+    num_nodes: int | None = opt(None, "machines; null: what torchrun or srun started, else 1")
+    strategy: Literal["auto", "ddp", "fsdp"] = opt(
+        "auto", "ddp: whole weights in every process; fsdp: in pieces (FSDP2); auto: ddp when there are several"
+    )
+    timeout_s: float = opt(600.0, "seconds after which a process that waits for another one in vain ends the run")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run."""
-        for name in ("batch_size", "accumulate", "val_batches", "keep", "log_every", "devices", "num_nodes"):
+        for name in ("batch_size", "accumulate", "val_batches", "keep", "log_every"):
             _at_least_one(name, getattr(self, name))
-        for name in ("max_steps", "val_every", "checkpoint_every", "decode_every"):
+        for name in ("max_steps", "val_every", "checkpoint_every", "decode_every", "devices", "num_nodes"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if self.epochs <= 0:
             raise UserError(f"trainer.epochs must be above 0, got {self.epochs}")
+        if not 0 < self.timeout_s < math.inf:
+            raise UserError(f"trainer.timeout_s must be above 0, got {self.timeout_s}")
         parse_minutes(self.max_time)
 
     @property
     def world(self) -> int:
-        """Number of processes."""
-        return self.devices * self.num_nodes
+        """Number of processes, as far as the options tell (``parallel.World`` knows what was started)."""
+        return (self.devices or 1) * (self.num_nodes or 1)
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 config.yaml       every option, written first
 provenance.json   commit, versions, command line, config, data hash
 data/             prepared conversations (unless data.folder says otherwise)
+features/         the target's features of them (data.features=store, unless data.features_folder says otherwise)
 vocab.json        how much of the text the draft vocabulary covers
 plan.json         the frozen number of steps
 checkpoints/      step-*.ckpt and index.json (last and best)
@@ -12,11 +13,10 @@ export/           the drafter to take away; it appears when the run is finished
 
 import contextlib
 import datetime
-import fcntl
+import math
 import os
 import shutil
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,16 +26,33 @@ import yaml
 from distill.config import flatten, to_dict
 from distill.errors import UserError
 from distill.export import collect
-from distill.export.files import read_json, to_json, unwritable, write_atomic
+from distill.export.files import read_json, to_json
+from distill.files import Lock, make_folder, unwritable, write_atomic
 from distill.train.config import TrainConfig
+from distill.train.parallel import World
 
 SHARED = "DRAFTSMITH_RUN_DIR"
 """Environment variable by which the first process tells the others the run's folder."""
 
-FREE = ("run_dir", "tracking.", "eval.", "trainer.log_every", "trainer.keep", "target.device", "target.verify")
+FREE = (
+    *("run_dir", "tracking.", "eval.", "trainer.log_every", "trainer.keep", "trainer.timeout_s"),
+    *("target.device", "target.verify", "data.features_folder", "data.features_confirm"),
+)
 """Options a resumed run may change: none of them reaches the weights."""
 
-OURS = {"config.yaml", "provenance.json", "data", "vocab.json", "plan.json", "checkpoints", "logs", "export"}
+SPLIT = ("trainer.devices", "trainer.num_nodes", "trainer.batch_size", "trainer.accumulate")
+"""How the rows of a step are divided; may change while their product stays."""
+
+ROUNDING = (
+    *SPLIT,
+    *("trainer.strategy", "trainer.activation_checkpointing", "trainer.compile", "target.shard", "loss.chunk"),
+)
+"""Options a resumed run may change that add the same numbers in another order: equal to rounding, not bit for bit."""
+
+LOCK = ".lock"
+OURS = {
+    *("config.yaml", "provenance.json", "data", "features", "vocab.json", "plan.json", "checkpoints", "logs", "export")
+}
 
 
 class RunFolder:
@@ -52,13 +69,18 @@ class RunFolder:
         self.checkpoints, self.logs, self.export = path / "checkpoints", path / "logs", path / "export"
 
     @classmethod
-    def choose(cls, config: TrainConfig) -> "RunFolder":
+    def choose(cls, config: TrainConfig, world: World | None = None) -> "RunFolder":
         """Return the folder ``config`` names, or a new one under ``runs/``.
 
         Processes that Lightning starts for further devices find the first one's choice in the environment.
+
+        Raises:
+            UserError: several processes, started elsewhere, could not agree on a name.
         """
-        named = (os.environ.get(SHARED) if local_rank() else None) or config.run_dir
+        world = world or World()
+        named = (os.environ.get(SHARED) if world.local_rank else None) or config.run_dir
         if named is None:
+            check_named(config, world)
             target = Path(config.target.name).name
             stem = f"{datetime.datetime.now():%Y-%m-%d_%H-%M-%S}-{config.drafter['name']}-{target}"
             names = (stem if i == 1 else f"{stem}-{i}" for i in range(1, 1000))
@@ -79,35 +101,20 @@ class RunFolder:
         """The export is written last, and at once."""
         return (self.export / "config.json").is_file()
 
-    @staticmethod
-    def rank(config: TrainConfig) -> int:
-        """Number of this process among all of the run, known before the Trainer exists."""
-        if "RANK" in os.environ:
-            return int(os.environ["RANK"])
-        return int(os.environ.get("NODE_RANK", "0")) * config.trainer.devices + local_rank()
-
-    def wait(self) -> None:
-        """Wait until the first process has prepared the data and fixed the plan; no collective needs to."""
-        while not (self.plan.is_file() or self.finished):
-            time.sleep(0.5)
-
     @contextmanager
-    def opened(self, config: TrainConfig) -> Iterator[None]:
+    def opened(self, config: TrainConfig, *, say: Callable[[str], None] = lambda _: None) -> Iterator[None]:
         """Hold the folder: ``open`` it, and undo that if the inputs are refused before any work is in it.
+
+        Args:
+            config: resolved (``World.resolve``).
+            say: is told what a resumed run does otherwise than before.
 
         Raises:
             UserError: what ``open`` raises, or another process has the folder.
         """
-        new = self.open(config)
-        lock = os.open(self.path, os.O_RDONLY)  # the folder itself is locked: no file to leave behind
-        try:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise UserError(
-                    f"run_dir {self.path} must be used by one process at a time, got a second one; wait for the other "
-                    "or choose another run_dir"
-                ) from error
+        self._check_free()
+        with Lock(self.path / LOCK, what=f"run_dir {self.path}", instead="choose another run_dir"):
+            new = self.open(config, say=say)
             try:
                 self._sweep()
                 yield
@@ -115,8 +122,6 @@ class RunFolder:
                 if new:
                     self._discard()
                 raise
-        finally:
-            os.close(lock)
 
     def _sweep(self) -> None:
         """Remove what a killed process left half-written."""
@@ -132,11 +137,13 @@ class RunFolder:
             path.unlink(missing_ok=True)
         for lock in (self.path / "data").glob(".lock"):
             lock.unlink()
-        for folder in (self.path / "data", self.checkpoints, self.logs, self.path):
+        for folder in (self.path / "data", self.checkpoints, self.logs):
             with contextlib.suppress(OSError):  # not empty, or not there
                 folder.rmdir()
+        if {path.name for path in self.path.iterdir()} == {LOCK}:
+            shutil.rmtree(self.path, ignore_errors=True)
 
-    def open(self, config: TrainConfig) -> bool:
+    def open(self, config: TrainConfig, *, say: Callable[[str], None] = lambda _: None) -> bool:
         """Create the folder and write config and provenance, or check that ``config`` fits the run that is there.
 
         Returns:
@@ -146,22 +153,30 @@ class RunFolder:
             UserError: the folder holds something else, or a run with other options; it lists them.
         """
         if self.config.is_file():
-            self._check_same(config)
+            if changed := self._check_same(config):
+                self._note_change(changed)
+                say(f"resuming with {'; '.join(changed)}: equal to rounding from here on, not bit for bit")
             return False
-        there = self.path.glob("*") if self.path.is_dir() else []
-        strangers = sorted(p.name for p in there if p.name not in OURS and not p.name.startswith("."))
-        if strangers or (self.path.exists() and not self.path.is_dir()):
-            got = f"{self.path} with {', '.join(strangers[:3])}" if strangers else f"the file {self.path}"
-            raise UserError(f"run_dir must be a new folder or one of an earlier run, got {got}")
+        self._check_free()
         try:
             for folder in (self.checkpoints, self.logs):
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder)
         except OSError as error:
             raise unwritable(self.path, error) from error
         values = to_dict(config)
         write_atomic(self.provenance, to_json(collect(config=values)))
         write_atomic(self.config, yaml.safe_dump(values, sort_keys=False, allow_unicode=True))
         return True
+
+    def _check_free(self) -> None:
+        """Refuse a folder of something else."""
+        if self.config.is_file():
+            return
+        there = self.path.glob("*") if self.path.is_dir() else []
+        strangers = sorted(p.name for p in there if p.name not in OURS and not p.name.startswith("."))
+        if strangers or (self.path.exists() and not self.path.is_dir()):
+            got = f"{self.path} with {', '.join(strangers[:3])}" if strangers else f"the file {self.path}"
+            raise UserError(f"run_dir must be a new folder or one of an earlier run, got {got}")
 
     def note_data(self, data_hash: str) -> None:
         """Write the hash of the training data into the provenance.
@@ -189,20 +204,44 @@ class RunFolder:
         except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             raise UserError(f"{self.config} must be a run's config, got {error}; choose another run_dir") from error
 
-    def _check_same(self, config: TrainConfig) -> None:
+    def _check_same(self, config: TrainConfig) -> list[str]:
+        """Return what differs by no more than rounding.
+
+        Raises:
+            UserError: something differs by more; lists all of it.
+        """
         old, new = flatten(self.read_config()), flatten(to_dict(config))
-        changed = [
-            f"{name} was {old.get(name)!r}, is now {new.get(name)!r}"
-            for name in {**old, **new}
-            if old.get(name) != new.get(name) and not name.startswith(FREE)
-        ]
-        if changed:
+        # A run of an earlier version lacks the options that came later.
+        before = {**flatten(to_dict(TrainConfig())), **old}
+        names = [n for n in {**old, **new} if before.get(n) != new.get(n) and not n.startswith(FREE)]
+        told = {name: f"{name} was {before.get(name)!r}, is now {new.get(name)!r}" for name in names}
+        rows = [math.prod(values.get(name) or 1 for name in SPLIT) for values in (before, new)]
+        refused = [text for name, text in told.items() if not name.startswith(ROUNDING)]
+        if rows[0] != rows[1]:
+            refused += [text for name, text in told.items() if name in SPLIT]
+            refused += [f"rows per step (devices x num_nodes x batch_size x accumulate) were {rows[0]}, are {rows[1]}"]
+        if refused:
             raise UserError(
-                f"run_dir {self.path} holds a run with other options ({'; '.join(changed)}); repeat its options to "
+                f"run_dir {self.path} holds a run with other options ({'; '.join(refused)}); repeat its options to "
                 "resume it, or choose another run_dir"
             )
+        return list(told.values())
+
+    def _note_change(self, changed: list[str]) -> None:
+        record = read_json(self.provenance)
+        now = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        record["resumed_with"] = [*record.get("resumed_with", []), {"date": now, "options": changed}]
+        write_atomic(self.provenance, to_json(record))
 
 
-def local_rank() -> int:
-    """Which process of this machine this is (0 unless a launcher says otherwise)."""
-    return int(os.environ.get("LOCAL_RANK", "0"))
+def check_named(config: TrainConfig, world: World) -> None:
+    """Refuse a run without a name where each process would invent its own.
+
+    Raises:
+        UserError: no ``run_dir``, several processes, and no way to ask the first one.
+    """
+    if config.run_dir is None and world.must_agree:
+        raise UserError(
+            f"run_dir must be given when {world.launcher} starts {world.size} processes, got none; name a folder that "
+            "all of them reach: run_dir=runs/mine"
+        )

@@ -10,6 +10,8 @@ from distill.config import build, describe, flatten
 from distill.entry import Job, compose_values, config_groups, help_page, launch, run_folder
 from distill.registry import DRAFTERS, drafter_class
 from distill.train.config import TrainConfig
+from distill.train.folder import check_named
+from distill.train.parallel import World
 
 SUMMARY = """\
 Train a drafter against a frozen target model and export it for decoding.
@@ -25,6 +27,7 @@ EXAMPLES = (
     "python train.py experiment=smollm2-eagle3          # a file in configs/experiment/",
     "python train.py -m optim.lr=1e-4,3e-4              # a sweep: one folder per run",
     "python train.py run_dir=runs/mine                  # name the folder; again to resume",
+    "torchrun --nproc-per-node 8 train.py run_dir=runs/mine   # eight GPUs; see docs/multi-gpu.md",
 )
 
 
@@ -41,6 +44,7 @@ def main(argv: Sequence[str] | None = None, *, program: str = "python train.py")
 def train(values: dict[str, Any], job: Job, *, program: str = "python train.py") -> None:
     """Build the strict config, name the run's folder and run it."""
     config = train_config(values)
+    check_named(config, World.detect(config.trainer))
     folder = run_folder(config.run_dir, job, parts=(config.drafter["name"], Path(config.target.name).name))
     config.run_dir = str(folder)
 

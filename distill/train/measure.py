@@ -92,15 +92,15 @@ def measure(
     return seconds
 
 
-def precision(config: TrainConfig, target: Target) -> str:
+def precision(config: TrainConfig, device: torch.device) -> str:
     """Resolve ``trainer.precision``: bf16 or fp32."""
-    on_gpu = target.device.type == "cuda"
+    on_gpu = device.type == "cuda"
     return {"auto": "bf16" if on_gpu else "fp32"}.get(config.trainer.precision, config.trainer.precision)
 
 
 def autocast(config: TrainConfig, target: Target) -> torch.autocast:
     """The precision context the Trainer uses, for use without it."""
-    bf16 = precision(config, target) == "bf16"
+    bf16 = precision(config, target.device) == "bf16"
     return torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=bf16)
 
 

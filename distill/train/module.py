@@ -12,28 +12,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from distill import losses
-from distill.attention import packed_mask
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.losses import LossConfig, LossResult
 from distill.metrics import simulated_sums
+from distill.train.fsdp import shard_module, whole
 from distill.train.schedule import OptimConfig, build_optimizer
-from distill.types import Batch
+from distill.types import Batch, TargetOutput
 
 
 def step_loss(drafter: Drafter, batch: Batch, config: LossConfig) -> LossResult:
     """One micro step: target features, the drafter's predictions, the loss (a sum over positions / denominator)."""
     target = drafter.target
-    mask = packed_mask(batch.doc_BL, batch.positions_BL, window=target.info.sliding_window)
-    with torch.autocast(target.device.type, enabled=False):  # the target keeps its own precision
-        output = target.forward(
-            batch.ids_BL,
-            positions_BL=batch.positions_BL,
-            mask=mask,
-            taps=drafter.taps(drafter.config, target.info),
-        )
+    output = batch.features if batch.features is not None else target_features(drafter, batch)
     predictions = drafter.training_steps(batch, output)
     return losses.total(predictions, batch, output, target=target, vocab=drafter.vocab, config=config)
+
+
+def target_features(drafter: Drafter, batch: Batch) -> TargetOutput:
+    """Run the target on a batch, in its own precision."""
+    target = drafter.target
+    taps = drafter.taps(drafter.config, target.info)
+    with torch.autocast(target.device.type, enabled=False):
+        return target.forward(batch.ids_BL, positions_BL=batch.positions_BL, doc_BL=batch.doc_BL, taps=taps)
 
 
 class Sums:
@@ -92,7 +93,7 @@ class DraftModule(pl.LightningModule):
         """Newest value of everything that was logged."""
         self.validated: dict[int, float] = {}
         """Step -> simulated acceptance length on held-out data."""
-        self._step_losses: list[tuple[Tensor, Batch]] = []
+        self._step_losses: list[tuple[Tensor, Tensor]] = []
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """Loss of one micro batch, scaled so that the gradient is the one of the whole step at once.
@@ -107,8 +108,13 @@ class DraftModule(pl.LightningModule):
         result = step_loss(self.drafter, batch, self.loss_config)
         parts = micro * self.trainer.world_size
         self.sums.add(result, tokens=batch.denominator / parts, denominator=batch.denominator)
-        self._step_losses.append((result.loss.detach(), batch))
+        self._step_losses.append((result.loss.detach(), batch.doc_BL))
         return result.loss * parts
+
+    def configure_model(self) -> None:
+        """Divide the weights where ``trainer.strategy=fsdp`` asks for it."""
+        if self.device_mesh is not None:
+            shard_module(self, self.device_mesh["data_parallel"], step="training_step")
 
     def configure_optimizers(self) -> Any:
         """AdamW with its schedule, stepped once per optimiser step."""
@@ -117,7 +123,7 @@ class DraftModule(pl.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         """Clip, note the norm, and stop before a step that would spoil the weights."""
-        norm = float(nn.utils.clip_grad_norm_(self.drafter.parameters(), self.optim_config.clip or float("inf")))
+        norm = float(whole(nn.utils.clip_grad_norm_(self.drafter.parameters(), self.optim_config.clip or float("inf"))))
         self._refuse_nonfinite(norm)
         self.step_info = {"optim/grad_norm": norm, "optim/lr": optimizer.param_groups[0]["lr"]}
 
@@ -126,8 +132,12 @@ class DraftModule(pl.LightningModule):
         checkpoint["metrics"] = dict(self.metrics)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Take them up again."""
+        """Take them up again, and count micro batches as if all had been cut as they are now."""
         self.metrics = checkpoint["metrics"]
+        progress = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]
+        seen = checkpoint["global_step"] * self.trainer.accumulate_grad_batches
+        for counts in (progress["total"], progress["current"]):
+            counts.update(dict.fromkeys(counts, seen))
 
     def _refuse_nonfinite(self, norm: float) -> None:
         step_losses, self._step_losses = self._step_losses, []
@@ -142,9 +152,9 @@ class DraftModule(pl.LightningModule):
             "written before stay: start a new run with a lower optim.lr or trainer.precision=fp32"
         )
 
-    def _row_names(self, micro: int, batch: Batch) -> list[str]:
+    def _row_names(self, micro: int, doc_BL: Tensor) -> list[str]:
         """Rows by their number in the data order (``Batches``), and the documents in each."""
-        world, rows = self.trainer.world_size, len(batch.doc_BL)
+        world, rows = self.trainer.world_size, len(doc_BL)
         begin = (self.trainer.global_step * self.trainer.accumulate_grad_batches + micro) * rows * world
         numbers = range(begin + self.trainer.global_rank, begin + rows * world, world)
-        return [f"row {i} (documents 0-{int(doc.max())})" for i, doc in zip(numbers, batch.doc_BL, strict=True)]
+        return [f"row {i} (documents 0-{int(doc.max())})" for i, doc in zip(numbers, doc_BL, strict=True)]

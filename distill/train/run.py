@@ -4,35 +4,50 @@ The path of a step: ``run`` -> ``DraftModule.training_step`` -> ``drafter.traini
 """
 
 import logging
-import shutil
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 
 from distill.config import build, to_dict
 from distill.data import PreparedData, load_prepared, prepare
 from distill.data.datamodule import DataModule
+from distill.data.features import FeatureStore, open_features, prepare_features
 from distill.drafters.base import Drafter
+from distill.errors import UserError
 from distill.export import load_drafter, save_drafter, update_card
-from distill.export.files import read_json, swap_folder, to_json, write_atomic
+from distill.export.files import read_json, to_json
+from distill.files import fresh_folder, swap_folder, write_atomic
 from distill.metrics import tau
 from distill.registry import drafter_class
 from distill.target import Target, load_target
-from distill.train.callbacks import DecodeSamples, LogMetrics, ProgressBar, Validate, say
-from distill.train.checkpoint import AtomicCheckpointIO, Checkpoints, find_best, find_last
+from distill.target.loading import choose_device, is_sharded, load_for_sharding
+from distill.train import memory
+from distill.train.callbacks import (
+    DecodeSamples,
+    EndOnSigterm,
+    LogMetrics,
+    ProgressBar,
+    ShardTarget,
+    Validate,
+    console,
+    say,
+)
+from distill.train.checkpoint import AtomicCheckpointIO, Checkpoints, find_best, find_last, settle
 from distill.train.config import EvalConfig, TrackingConfig, TrainConfig, TrainerConfig
 from distill.train.evaluate import decode
-from distill.train.folder import RunFolder, local_rank
+from distill.train.folder import RunFolder
 from distill.train.measure import frozen_plan, precision
 from distill.train.module import DraftModule
+from distill.train.parallel import World, environment, left_behind_cleared, losses_explained, strategy
 from distill.train.schedule import OptimConfig, Plan
 from distill.train.tracking import Tracker, make_trackers
+from distill.train.waiting import Beacon, Watcher
 from distill.vocab import DraftVocab, choose_vocab
 
 __all__ = [
@@ -75,26 +90,36 @@ def run(config: TrainConfig) -> RunResult:
     Raises:
         UserError: anything the user can fix.
     """
-    folder = RunFolder.choose(config)
-    if folder.rank(config) == 0:
-        with folder.opened(config):
-            return _run(config, folder, first=True)
-    folder.wait()
-    return _run(config, folder, first=False)
+    world = World.detect(config.trainer)
+    config = world.resolve(config)
+    folder = RunFolder.choose(config, world)
+    with losses_explained(world, config.trainer), left_behind_cleared():
+        if not world.first:
+            tell = partial(console.print, f"process {world.rank}:", markup=False, highlight=False, soft_wrap=True)
+            watcher = Watcher(folder.path, timeout_s=config.trainer.timeout_s, say=tell)
+            return _run(config, folder, world, watcher)
+        with folder.opened(config, say=say), Beacon(folder.path, on=world.size > 1) as beacon:
+            return _run(config, folder, world, beacon)
 
 
-def _run(config: TrainConfig, folder: RunFolder, *, first: bool) -> RunResult:
+def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Watcher) -> RunResult:
+    """The run as one process sees it; the first one holds the beacon."""
     if folder.finished:
         say(f"{folder.path} is finished; its drafter is in {folder.export}")
         return result_of(folder)
     if torch.cuda.is_available():
-        torch.cuda.set_device(local_rank())
+        torch.cuda.set_device(world.local_rank)
 
-    target = load_target(config.target)
+    target = frozen_target(config, world)
     kind: Any = drafter_class(config.drafter["name"])
     kind.taps(config.drafter_config(), target.info)  # what does not fit is refused before data are written
-    data = prepared_data(config, target, folder, first=first)
+    told = sign.wait("training") if isinstance(sign, Watcher) else {}
+    data = prepared_data(config, target, folder, sign)
     drafter = new_drafter(config, target, data, folder)
+    drafter.recompute_activations(config.trainer.activation_checkpointing)
+    line = memory.announce(config, drafter, processes=world.size)
+    if world.first:
+        say(line)
     datamodule = DataModule(
         data,
         pack_len=config.data.pack_len,
@@ -102,39 +127,75 @@ def _run(config: TrainConfig, folder: RunFolder, *, first: bool) -> RunResult:
         batch_size=config.trainer.batch_size,
         accumulate=config.trainer.accumulate,
         seed=config.data.seed,
+        features=stored_features(config, target, data, folder, sign),
     )
     prompts = held_out_prompts(config, target, data)
     plan = frozen_plan(config, folder, drafter, datamodule, prompts)
 
-    last = find_last(folder.checkpoints, say=say)
-    if last is not None:
-        say(f"resuming {folder.path} after step {last.step} of {plan.max_steps}")
-    trackers = [Tracker()]
-    if first:
+    if isinstance(sign, Beacon):
+        last = find_last(folder.checkpoints, say=say)
+        if last is not None:
+            say(f"resuming {folder.path} after step {last.step} of {plan.max_steps}")
+            settle(folder.checkpoints, best=last.best, keep=config.trainer.keep)  # a kill may have come before this
         trackers = make_trackers(config.tracking, folder.path, from_step=last.step if last else 0, say=say)
+        start = None if last is None else last.path
+        sign.tell("training", resume=start and start.name)
+    else:
+        trackers = [Tracker()]
+        start = folder.checkpoints / told["resume"] if told["resume"] else None
     for tracker in trackers:
         tracker.log_hyperparams(to_dict(config))
-    trainer = build_trainer(config, plan, folder, trackers, prompts, target)
+    trainer = build_trainer(config, world, plan, folder, trackers, prompts, target)
     module = DraftModule(drafter, loss=config.loss, optim=config.optim, max_steps=plan.max_steps, seed=config.seed)
     with warnings.catch_warnings(), folder.shared():
         for message in LIGHTNING_NOISE:
             warnings.filterwarnings("ignore", message=message)
-        trainer.fit(module, datamodule=datamodule, ckpt_path=None if last is None else str(last.path))
+        trainer.fit(module, datamodule=datamodule, ckpt_path=None if start is None else str(start))
 
-    if first:
-        export_best(config, folder, drafter, prompts)
-        for tracker in trackers:
-            tracker.log_export(folder.export)
-            tracker.close()
-    trainer.strategy.barrier("export")
+    if isinstance(sign, Watcher):
+        sign.wait("exported", done=lambda: folder.finished)
+        return result_of(folder)
+    sign.tell("exporting")
+    # A divided target cannot decode here: the other processes have left the training loop.
+    export_best(config, folder, target, [] if is_sharded(target) else prompts)
+    for tracker in trackers:
+        tracker.log_export(folder.export)
+        tracker.close()
     return result_of(folder)
 
 
-def prepared_data(config: TrainConfig, target: Target, folder: RunFolder, *, first: bool) -> PreparedData:
+def frozen_target(config: TrainConfig, world: World) -> Target:
+    """Load the target; one that is to be divided is divided when the processes have met (``ShardTarget``).
+
+    Raises:
+        UserError: what ``load_target`` raises, or nothing to divide among.
+    """
+    if config.target.shard == "none":
+        return load_target(config.target)
+    if world.size == 1:
+        raise UserError(
+            "target.shard=fsdp must have several processes to divide the target among, got one; leave it out, or give "
+            "trainer.devices"
+        )
+    if config.trainer.max_time is not None:
+        raise UserError(
+            "trainer.max_time must be null with target.shard=fsdp, since one process alone cannot time a step, got "
+            f"{config.trainer.max_time}; give trainer.max_steps or trainer.epochs"
+        )
+    target = load_for_sharding(config.target)
+    if world.first:
+        _ = target.fingerprint  # read while the weights are whole
+        if config.data.source in ("self", "prompts"):
+            say("target.shard=fsdp: answers that are still missing are written on the CPU; data=chat needs none")
+    return target
+
+
+def prepared_data(config: TrainConfig, target: Target, folder: RunFolder, sign: Beacon | Watcher) -> PreparedData:
     """Write the training data, or read what the first process has written."""
     where = Path(config.data.folder) if config.data.folder else folder.path / "data"
-    if not first:
+    if isinstance(sign, Watcher):
         return load_prepared(where, config.data, vocab_size=target.info.vocab_size)
+    sign.tell("preparing data")
     data = prepare(config.data, target, where)
     folder.note_data(data.data_hash)
     say(
@@ -142,6 +203,21 @@ def prepared_data(config: TrainConfig, target: Target, folder: RunFolder, *, fir
         f"{data.stats['supervised_tokens']} supervised tokens"
     )
     return data
+
+
+def stored_features(
+    config: TrainConfig, target: Target, data: PreparedData, folder: RunFolder, sign: Beacon | Watcher
+) -> FeatureStore | None:
+    """Write the target's features, or open what the first process has written; None where every step computes them."""
+    if config.data.features == "online":
+        return None
+    where = Path(config.data.features_folder) if config.data.features_folder else folder.path / "features"
+    kind: Any = drafter_class(config.drafter["name"])
+    taps = kind.taps(config.drafter_config(), target.info)
+    if isinstance(sign, Watcher):
+        return open_features(config.data, data, target, where, taps=taps)
+    sign.tell("preparing features")
+    return prepare_features(config.data, data, target, where, taps=taps, say=say)
 
 
 def new_drafter(config: TrainConfig, target: Target, data: PreparedData, folder: RunFolder) -> Drafter:
@@ -152,7 +228,8 @@ def new_drafter(config: TrainConfig, target: Target, data: PreparedData, folder:
         options.draft_vocab_size = min(options.draft_vocab_size, target.info.vocab_size)
         counts = torch.from_numpy(data.counts("train"))
         vocab, report = choose_vocab(counts, options.draft_vocab_size, always=target.info.eos_ids)
-        write_atomic(folder.vocab, to_json(asdict(report)))
+        if not folder.vocab.is_file():  # the first process has written it before the others come here
+            write_atomic(folder.vocab, to_json(asdict(report)))
         say(
             f"draft vocabulary: {report.size} of {target.info.vocab_size} tokens cover {report.coverage:.2%} of the "
             f"supervised text ({report.distinct} distinct)"
@@ -176,6 +253,7 @@ def held_out_prompts(config: TrainConfig, target: Target, data: PreparedData) ->
 
 def build_trainer(
     config: TrainConfig,
+    world: World,
     plan: Plan,
     folder: RunFolder,
     trackers: list[Tracker],
@@ -192,18 +270,24 @@ def build_trainer(
         DecodeSamples(prompts, plan, config.eval),
         Checkpoints(folder.checkpoints, plan, keep=options.keep),
         ProgressBar(plan),
+        EndOnSigterm(),
     ]
+    device = target.device
+    if config.target.shard != "none":
+        device = choose_device(config.target.device)
+        callbacks.append(ShardTarget(target, check=config.target.verify))
     return pl.Trainer(
-        accelerator={"cuda": "gpu"}.get(target.device.type, target.device.type),
-        devices=options.devices,
-        num_nodes=options.num_nodes,
-        strategy=options.strategy,
-        precision="bf16-mixed" if precision(config, target) == "bf16" else "32-true",
+        accelerator={"cuda": "gpu"}.get(device.type, device.type),
+        devices=world.devices,
+        num_nodes=world.num_nodes,
+        strategy=strategy(options, world),
+        precision="bf16-mixed" if precision(config, device) == "bf16" else "32-true",
         max_steps=plan.max_steps,
         accumulate_grad_batches=options.accumulate,
         callbacks=callbacks,
         logger=trackers,
-        plugins=[AtomicCheckpointIO()],
+        plugins=[AtomicCheckpointIO(), environment(world)],
+        default_root_dir=folder.path,
         limit_val_batches=0,
         use_distributed_sampler=False,
         enable_checkpointing=False,
@@ -212,20 +296,19 @@ def build_trainer(
     )
 
 
-def export_best(config: TrainConfig, folder: RunFolder, drafter: Drafter, prompts: Sequence[list[int]]) -> None:
+def export_best(config: TrainConfig, folder: RunFolder, target: Target, prompts: Sequence[list[int]]) -> None:
     """Export the best checkpoint, load the files again and decode with them: what is measured is what is shipped."""
     best = find_best(folder.checkpoints)
-    drafter.load_state_dict(drafter_weights(best.path))
+    drafter = trained_drafter(config, best.path, target)
     measured = {"step": best.step, **best.metrics}
     # Under another name until the figures are in: the export appears last, complete, and marks the run as finished.
-    fresh = folder.path / ".export.tmp"
-    shutil.rmtree(fresh, ignore_errors=True)
-    save_drafter(drafter, fresh, provenance=read_json(folder.provenance), card=measured)
-    if prompts:
-        done = decode(load_drafter(fresh, drafter.target), prompts, config.eval)
-        measured["export/tau"] = tau([record for generation in done for record in generation.steps])
-        update_card(fresh, measured)
-    swap_folder(fresh, folder.export)
+    with fresh_folder(folder.export, what="export folder") as scratch:
+        fresh = save_drafter(drafter, scratch / "export", provenance=read_json(folder.provenance), card=measured)
+        if prompts:
+            done = decode(load_drafter(fresh, target), prompts, config.eval)
+            measured["export/tau"] = tau([record for generation in done for record in generation.steps])
+            update_card(fresh, measured)
+        swap_folder(fresh, folder.export)
     names = {"val/tau": "simulated", "export/tau": "decoded"}
     figures = ", ".join(f"{name} {measured[key]:.2f}" for key, name in names.items() if key in measured)
     say(f"exported step {best.step} to {folder.export}; tokens per target pass: {figures or 'not measured'}")
@@ -244,22 +327,23 @@ def export_checkpoint(run_dir: str | Path, out: str | Path) -> Path:
     folder = RunFolder(Path(run_dir))
     config = build(TrainConfig, folder.read_config())
     best = find_best(folder.checkpoints)
-    weights = drafter_weights(best.path)
-    target = load_target(config.target)
+    target = load_target(replace(config.target, shard="none"))
+    drafter = trained_drafter(config, best.path, target)
+    card = {"step": best.step, **best.metrics}
+    return save_drafter(drafter, out, provenance=read_json(folder.provenance), card=card)
+
+
+def trained_drafter(config: TrainConfig, checkpoint: Path, target: Target) -> Drafter:
+    """The drafter of a training checkpoint, with the draft vocabulary that is in there."""
+    state = AtomicCheckpointIO().load_checkpoint(checkpoint)["state_dict"]
+    weights = {name.removeprefix("drafter."): value for name, value in state.items()}
     kept, options = weights.get("vocab.t2d"), config.drafter_config()
     vocab = None if kept is None else DraftVocab(kept.nonzero().flatten(), len(kept))
     if vocab is not None:
         options.draft_vocab_size = vocab.size
     drafter = drafter_class(config.drafter["name"])(options, target, vocab)
     drafter.load_state_dict(weights)
-    card = {"step": best.step, **best.metrics}
-    return save_drafter(drafter, out, provenance=read_json(folder.provenance), card=card)
-
-
-def drafter_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """The drafter's part of a training checkpoint."""
-    state = AtomicCheckpointIO().load_checkpoint(checkpoint)["state_dict"]
-    return {name.removeprefix("drafter."): value for name, value in state.items()}
+    return drafter.to(target.device)
 
 
 def result_of(folder: RunFolder) -> RunResult:

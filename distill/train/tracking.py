@@ -104,9 +104,10 @@ class CsvTracker(Tracker):
     def _open(self, folder: Path, from_step: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if self.metrics.is_file():
-            with self.metrics.open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                kept = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= from_step]
+            text = self.metrics.read_bytes().decode("utf-8", errors="replace")
+            whole = text[: text.rfind("\n") + 1]  # the torn row of step 12 must not be taken for one of step 1
+            reader = csv.DictReader(io.StringIO(whole, newline=""))
+            kept = [row for row in reader if (row["step"] or "").isdigit() and int(row["step"]) <= from_step]
             self.rows = [{k: v for k, v in row.items() if k and v} | {"step": int(row["step"])} for row in kept]
             self.columns = list(dict.fromkeys(["step", *(key for row in self.rows for key in row)]))
             self._rewrite()

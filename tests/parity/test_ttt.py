@@ -96,6 +96,8 @@ def compare(dtype, tolerance, seed=0, **flags):
     assert [p.shift for p in predictions] == [2 + k for k in range(K)]
     assert [p.weight for p in predictions] == pytest.approx([0.8**k for k in range(K)])
     for (b, position, k), logits in seen.items():
+        if k and not predictions[1].mask_BL[b, position]:
+            continue  # computed only where it counts, or a later step does
         got = predictions[k].head(predictions[k].hidden_BLD[b, position])
         torch.testing.assert_close(got, logits, rtol=tolerance, atol=tolerance)
     result = total(
@@ -190,7 +192,7 @@ def test_no_step_sees_the_future():
         other = [p.hidden_BLD[0] for p in drafter.training_steps(batch, features(target, drafter, batch))]
         for k in range(K):
             same = (reference[k] - other[k]).abs().amax(-1) < 1e-12
-            for i in range(12 - 1 - k):
+            for i in range(12 - 2 - k):
                 assert bool(same[i]) == (i + 1 + k < j), (j, k, i)
 
 
@@ -224,3 +226,52 @@ def test_mixed_precision_training(flags):
     for name, grad in grads.items():
         assert others[name].dtype == torch.float32
         assert float((others[name] - grad).norm()) < 0.05 * float(grad.norm()), name
+
+
+@pytest.mark.parametrize("flags", [{}, SWITCHES["all"]], ids=["plain", "all"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_activation_checkpointing_changes_nothing_but_memory(flags, autocast):
+    """Bit for bit the same loss and gradients, from fewer tensors kept for the backward pass."""
+    found = []
+    for on in (False, True):
+        target, vocab, drafter = make(torch.float32, **flags)
+        drafter.recompute_activations(on)
+        batch = pack(random_documents(4, 24, V, seed=4, share=0.9), 24)
+        output = features(target, drafter, batch)
+        kept = []
+        with (
+            torch.autograd.graph.saved_tensors_hooks(lambda x, kept=kept: kept.append(x) or x, lambda x: x),
+            torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast),
+        ):
+            predictions = drafter.training_steps(batch, output)
+        size = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in kept}.values())
+        loss = total(predictions, batch, output, target=target, vocab=vocab, config=LossConfig()).loss
+        loss.backward()
+        found.append((loss.detach(), [p.grad for p in drafter.parameters()], size))
+    (loss, grads, size), (again, others, smaller) = found
+    assert torch.equal(loss, again)
+    assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
+    assert smaller < 0.8 * size
+
+
+def test_later_steps_are_computed_only_where_they_count():
+    """Nobody reads them elsewhere; the first step's keys are read by all that follow."""
+    target, _, drafter = make()
+    rows = [[([5, 6, 7, 8, 9, 10, 3, 4], [0, 0, 0, 1, 1, 1, 1, 1])], [([11, 12, 13], [0, 0, 0])]]
+    batch = pack(rows, 10)
+    first, *later = drafter.training_steps(batch, features(target, drafter, batch))
+    assert bool((first.hidden_BLD[batch.doc_BL >= 0].abs().sum(-1) > 0).all())
+    for prediction in later:
+        computed = prediction.hidden_BLD.abs().sum(-1) > 0
+        assert torch.equal(computed, later[0].mask_BL)
+        assert bool((computed | ~prediction.mask_BL).all())
+
+
+def test_a_batch_without_supervision():
+    """Another micro batch of the step may have some; every weight still takes part, with a gradient of zero."""
+    target, vocab, drafter = make()
+    batch = pack([[([5, 6, 7, 8], [0, 0, 0, 0])]], 6)
+    output = features(target, drafter, batch)
+    predictions = drafter.training_steps(batch, output)
+    total(predictions, batch, output, target=target, vocab=vocab, config=LossConfig()).loss.backward()
+    assert all(p.grad is not None and not bool(p.grad.any()) for p in drafter.parameters())

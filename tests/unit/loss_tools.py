@@ -20,6 +20,7 @@ class Head:
 
     def __init__(self, vocab=V, size=D, dtype=torch.float64):
         self.weight = torch.randn(vocab, size, dtype=dtype)
+        self.info = SimpleNamespace(vocab_size=vocab)
 
     def logits(self, hidden):
         return 10 * torch.tanh(hidden.to(self.weight.dtype) @ self.weight.T / 10)

@@ -1,9 +1,6 @@
 """Masks against brute-force rules, and attention against a softmax written out."""
 
-import inspect
 import math
-import sys
-import types
 
 import pytest
 import torch
@@ -139,25 +136,21 @@ def dense_own(leaves, allowed, real):
     return out * real[:, None, :, None]
 
 
-def portable(block: int = 4):
-    """The module with its CPU kernel switched off: what other devices run."""
-    source = inspect.getsource(attention)
-    assert source.count('q.device.type == "cpu"') == 2
-    module = types.ModuleType("distill.portable_attention")
-    sys.modules[module.__name__] = module
-    exec(compile(source.replace('q.device.type == "cpu"', "False"), "portable", "exec"), module.__dict__)
-    module._BLOCK = block
-    return module
+@pytest.fixture(params=["cpu", "blocks"])
+def kernel(request, monkeypatch):
+    """The CPU's own kernel, and what devices without a fused one run."""
+    monkeypatch.setattr(attention, "_kernel", lambda _: request.param)
+    monkeypatch.setattr(attention, "_BLOCK", 4)
+    return request.param
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "portable"])
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_own_keys_equal_one_softmax(steps, implementation):
+def test_own_keys_equal_one_softmax(steps):
     """Values and gradients; the published mask is (kv < L & kv <= q) | (kv >= L & (kv - q) % L == 0)."""
-    run = attention if implementation == "cpu" else portable()
     doc, leaves, allowed = own_key_case(steps)
     q, k, v, *later = leaves
-    got = run.attend_with_own(q, k, v, list(zip(later[::2], later[1::2], strict=True)), run.segments(doc))
+    got = attention.attend_with_own(q, k, v, list(zip(later[::2], later[1::2], strict=True)), attention.segments(doc))
     want = dense_own(leaves, allowed, allowed.any(-1))
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
     # Padding is never read by anyone, so it gets no gradient in training either.
@@ -168,14 +161,13 @@ def test_own_keys_equal_one_softmax(steps, implementation):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "portable"])
+@pytest.mark.usefixtures("kernel")
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.05)])
-def test_own_keys_in_lower_precision(dtype, tolerance, implementation):
+def test_own_keys_in_lower_precision(dtype, tolerance):
     """Against fp64 on the same rounded inputs; bf16 keeps 8 bits, of which a softmax of 9 terms loses two or so."""
-    run = attention if implementation == "cpu" else portable()
     doc, leaves, allowed = own_key_case(2, dtype)
     q, k, v, *later = leaves
-    got = run.attend_with_own(q, k, v, list(zip(later[::2], later[1::2], strict=True)), run.segments(doc))
+    got = attention.attend_with_own(q, k, v, list(zip(later[::2], later[1::2], strict=True)), attention.segments(doc))
     assert got.dtype == dtype
     wide = [x.detach().double().requires_grad_() for x in leaves]
     want = dense_own(wide, allowed, allowed.any(-1))
@@ -187,15 +179,34 @@ def test_own_keys_in_lower_precision(dtype, tolerance, implementation):
         torch.testing.assert_close(one.double(), other, rtol=3 * tolerance, atol=3 * tolerance)
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "portable"])
-def test_own_keys_across_kernel_blocks(implementation):
+@pytest.mark.usefixtures("kernel")
+def test_own_keys_shared_by_query_heads(monkeypatch):
+    """Query head h reads key/value head h // (H / G); the gradients of the heads that share one add up."""
+    doc = torch.tensor([[0, 0, 0, 0, 0, 0, 1, 1, -1]])
+    q = torch.randn(1, 6, 9, 4, dtype=torch.float64, requires_grad=True)
+    shared = [torch.randn(1, 2, 9, 4, dtype=torch.float64, requires_grad=True) for _ in range(6)]
+    allowed = own_key_case(2)[2][2:3] & True
+    allowed[0, :, :9] = (doc[0][:, None] == doc[0]) & (doc[0] >= 0) & torch.ones(9, 9).bool().tril()
+    k, v, *later = shared
+    got = attention.attend_with_own(q, k, v, list(zip(later[::2], later[1::2], strict=True)), attention.segments(doc))
+    want = dense_own([q, *(x.repeat_interleave(3, 1) for x in shared)], allowed, allowed.any(-1))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    weight = torch.randn_like(got) * (doc >= 0)[:, None, :, None]
+    ours = torch.autograd.grad((got * weight).sum(), [q, *shared])
+    theirs = torch.autograd.grad((want * weight).sum(), [q, *shared])
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.usefixtures("kernel")
+def test_own_keys_across_kernel_blocks(monkeypatch):
     """Documents longer than any block the kernels work in."""
-    run = attention if implementation == "cpu" else portable(block=96)
+    monkeypatch.setattr(attention, "_BLOCK", 96)
     length = 700
     doc = torch.tensor([[0] * 650 + [1] * 50])
     leaves = [torch.randn(1, 1, length, 4, dtype=torch.float64, requires_grad=True) for _ in range(5)]
     q, k, v, k1, v1 = leaves
-    got = run.attend_with_own(q, k, v, [(k1, v1)], run.segments(doc))
+    got = attention.attend_with_own(q, k, v, [(k1, v1)], attention.segments(doc))
     mask = (doc[:, :, None] == doc[:, None, :]) & torch.ones(length, length).bool().tril()
     scores = torch.cat([(q @ k.mT / 2).masked_fill(~mask[:, None], -torch.inf), (q * k1).sum(-1, keepdim=True) / 2], -1)
     weights = scores.softmax(-1)
@@ -206,6 +217,55 @@ def test_own_keys_across_kernel_blocks(implementation):
     theirs = torch.autograd.grad((want * weight).sum(), leaves)
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-11)
+
+
+def test_the_arguments_of_the_gpu_kernels():
+    """Shapes alone, on no device: the operators exist and take what is given to them."""
+    q = torch.empty(1, 6, 100, 64, device="meta", dtype=torch.bfloat16)
+    k = torch.empty(1, 2, 100, 64, device="meta", dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "_kernel", lambda _: "flash")
+        out, lse = attention._causal_forward(q, k, k)
+        assert (out.shape, lse.shape, lse.dtype) == (q.shape, q.shape[:3], torch.float32)
+        grads = attention._causal_backward(out, q, k, k, out, lse)
+    assert [g.shape for g in grads] == [q.shape, k.shape, k.shape]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("groups", [6, 2])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 0.03), (torch.float32, 1e-5)])
+def test_own_keys_on_a_gpu(dtype, tolerance, groups):
+    """Values and gradients of flash (bf16) and blocks (fp32) against fp64 on a CPU, on the same rounded inputs."""
+    length, steps = 300, 3
+    doc = torch.tensor([[0] * 130 + [1] * 160 + [-1] * 10])
+    shapes = [(1, 6, length, 64)] + [(1, groups, length, 64)] * (2 + 2 * steps)
+    leaves = [torch.randn(shape).to(dtype).cuda().requires_grad_() for shape in shapes]
+    exact = [x.detach().cpu().double().requires_grad_() for x in leaves]
+    weight = torch.randn(shapes[0]) * (doc >= 0)[:, None, :, None]
+    found = []
+    for q, k, v, *later in (leaves, exact):
+        own = list(zip(later[::2], later[1::2], strict=True))
+        out = attention.attend_with_own(q, k, v, own, attention.segments(doc))
+        grads = torch.autograd.grad((out * weight.to(out)).sum(), [q, k, v, *later])
+        found.append([out, *grads])
+    for ours, theirs in zip(*found, strict=True):
+        error = (ours.cpu().double() - theirs)[:, :, :290].norm() / theirs[:, :, :290].norm()
+        assert float(error) < tolerance
+
+
+@pytest.mark.parametrize("window", [None, 1, 3, 100])
+@pytest.mark.parametrize("groups", [4, 2])
+def test_documents_without_a_mask(window, groups, monkeypatch):
+    """The same as attention under the packed mask, in blocks shorter than a document."""
+    monkeypatch.setattr(attention, "_BLOCK", 4)
+    batch = pack(random_documents(3, 21, 10, seed=1), 21)
+    q = torch.randn(3, 4, 21, 8, dtype=torch.float64)
+    k, v = torch.randn(2, 3, groups, 21, 8, dtype=torch.float64)
+    mask = packed_mask(batch.doc_BL, batch.positions_BL, window=window)
+    want = attend(q, k, v, mask.full_B1QT if window is None else mask.sliding_B1QT)
+    got = attention.attend_documents(q, k, v, attention.segments(batch.doc_BL), window=window)
+    real = (batch.doc_BL >= 0)[:, None, :, None]
+    torch.testing.assert_close(got, want * real, rtol=1e-12, atol=1e-12)
 
 
 def test_own_keys_with_extreme_scores():

@@ -50,8 +50,7 @@ def test_an_epoch_holds_every_token_exactly_once():
         (batch,) = some.step(number)
         for row in range(2):
             if 2 * number + row < n_rows:
-                one = type(batch)(**{k: v[row : row + 1] if k != "denominator" else v for k, v in vars(batch).items()})
-                found += list(documents(one))
+                found += list(documents(batch.map(lambda x, row=row: x[row : row + 1])))
     expected = [(c.ids.tolist(), c.loss_mask.tolist(), list(range(len(c.ids)))) for c in data.conversations("train")]
     assert sorted(found) == sorted(expected)
 
@@ -81,6 +80,39 @@ def test_packing_is_first_fit_and_close_to_full():
     filled = [int(lengths[row].sum()) for row in rows]
     assert max(filled) <= 128
     assert sum(filled) / (len(rows) * 128) > 0.95
+
+
+def fewest_rows(lengths, pack_len):
+    """No packing needs fewer (Martello and Toth's second bound): documents that exclude each other, and the rest by
+    volume."""
+    best = 0
+    for small in range(pack_len // 2 + 1):
+        large = lengths[lengths > pack_len - small]
+        middle = lengths[(lengths <= pack_len - small) & (lengths > pack_len // 2)]
+        rest = lengths[(lengths <= pack_len // 2) & (lengths >= small)]
+        spare = len(middle) * pack_len - middle.sum()
+        best = max(best, len(large) + len(middle) + max(0, -(-(rest.sum() - spare) // pack_len)))
+    return best
+
+
+@pytest.mark.parametrize(
+    "median, spread, pack_len, full",
+    [
+        (250, 0.8, 1024, 0.97),
+        (150, 0.6, 2048, 0.97),
+        (400, 0.7, 1024, 0.97),
+        (600, 1.0, 2048, 0.97),
+        (600, 0.5, 512, 0),
+    ],
+)
+def test_rows_are_full_wherever_that_is_possible(median, spread, pack_len, full):
+    """Lengths as conversations have them: log-normal, cut at the row. Where most are longer than half a row, no packing
+    fills it; then the number of rows is the bound's."""
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(np.log(median), spread, 512).astype(int), 8, pack_len)
+    rows = pack(lengths, rng.permutation(512), pack_len=pack_len)
+    assert lengths.sum() / (len(rows) * pack_len) >= full
+    assert len(rows) <= 1.02 * fewest_rows(lengths, pack_len) + 1
 
 
 def test_longer_conversations_are_cut_and_counted():

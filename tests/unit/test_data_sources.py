@@ -21,7 +21,7 @@ def write(path, *rows):
 
 def candidates(config, target=None, start=0):
     records, _ = read_records(config)
-    return list(file_candidates(config, target or tools.target(), records, start=start, seen=set()))
+    return list(file_candidates(config, target or tools.target(), records, numbers=range(start, 10**9), seen=set()))
 
 
 def chat(*contents):
@@ -105,7 +105,12 @@ def test_candidates_from_the_middle_are_the_same_ones(tmp_path):
         ("prompts", ['{"prompt": "a"}', '{"prompt": '], "f.jsonl:2 must be one JSON object, got malformed JSON"),
         ("prompts", ['{"prompt": "a"}', "", '{"question": "b"}'], "f.jsonl:3 must hold .* got keys question"),
         ("prompts", ['["a"]'], "f.jsonl:1 must hold .* got list"),
-        ("prompts", ['{"turns": []}'], "f.jsonl:1 must hold"),
+        ("prompts", ['{"turns": []}'], 'f.jsonl:1 must hold .* got "turns" that is empty'),
+        ("prompts", ['{"turns": ["a", 3]}'], 'f.jsonl:1 must hold .* got "turns" with int in it'),
+        ("prompts", ['{"prompt": 3}'], 'f.jsonl:1 must hold .* got "prompt" that is int'),
+        ("prompts", ['{"prompt": " "}'], 'f.jsonl:1 must hold .* got "prompt" that is empty'),
+        ("chat", ['{"messages": null}'], 'f.jsonl:1 must hold .* got "messages" that is NoneType'),
+        ("text", ['{"text": ["a"]}'], 'f.jsonl:1 must hold .* got "text" that is list'),
         ("prompts", ['{"messages": [{"role": "assistant", "content": "a"}]}'], "f.jsonl:1: .* user turns"),
         ("prompts", [], "must hold at least one record .* got an empty file"),
         ("chat", ['{"messages": [{"role": "user", "content": "a"}]}'], "f.jsonl:1: .* assistant turns, got none"),
@@ -173,7 +178,7 @@ def self_source(texts, *, end=True, config=None, start=0, seen=None, seed=0):
     config = config or DataConfig(slots=5)
     decoder = tools.FakeDecoder(target, config.prompt_sampling(), answer, seed)
     seen = set() if seen is None else seen
-    return self_candidates(config, ChatTemplate(target), decoder, start=start, seen=seen), prompts
+    return self_candidates(config, ChatTemplate(target), decoder, numbers=range(start, 10**9), seen=seen), prompts
 
 
 def test_the_target_is_given_its_template_up_to_the_users_first_word():
@@ -213,7 +218,7 @@ def test_a_turn_also_ends_at_the_templates_own_text():
     decoder = tools.FakeDecoder(
         target, None, lambda request, sampling: words.encode(f" number {request.request_id}\nAssistant: the")
     )
-    found = self_candidates(DataConfig(slots=2), ChatTemplate(target), decoder, start=0, seen=set())
+    found = self_candidates(DataConfig(slots=2), ChatTemplate(target), decoder, numbers=range(10**9), seen=set())
     assert [c.messages[0]["content"] for c in itertools.islice(found, 2)] == ["number 0", "number 1"]
 
 

@@ -13,7 +13,6 @@ import pytest
 from safetensors.numpy import load_file
 
 from distill.data import DataConfig, load_prepared, prepare
-from distill.data import store as store_module
 from distill.data.store import MANIFEST, Store, read_manifest
 from distill.errors import UserError
 
@@ -99,7 +98,7 @@ def cut_at(monkeypatch, moment):
                 raise PowerCut
             return real(*args, **kwargs)
 
-        monkeypatch.setattr(store_module.os, name, call)
+        monkeypatch.setattr(os, name, call)
 
 
 @pytest.mark.parametrize("moment", range(1, 49))
@@ -325,7 +324,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_nothing_half_written(monkeypatch
         return real(handle, data)
 
     with monkeypatch.context() as patched:
-        patched.setattr(store_module.os, "write", full)
+        patched.setattr(os, "write", full)
         with pytest.raises(UserError, match="disk must have room for .* free some"):
             written(tmp_path)
     assert list(tmp_path.glob("*.tmp")) == []

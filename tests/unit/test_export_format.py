@@ -304,7 +304,7 @@ def test_what_holds_no_checkpoint(tmp_path):
 def test_atomic_text_keeps_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     write_atomic(path, "old")
-    monkeypatch.setattr("distill.export.files.sync", lambda _: (_ for _ in ()).throw(OSError("disk gone")))
+    monkeypatch.setattr("distill.files.os.fsync", lambda _: (_ for _ in ()).throw(OSError("disk gone")))
     with pytest.raises(UserError, match=r"a.txt must be writable, got disk gone"):
         write_atomic(path, "new")
     assert path.read_text() == "old"

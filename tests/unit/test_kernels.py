@@ -14,7 +14,7 @@ from torch import nn
 from distill import kernels
 from distill.decode import Decoder
 from distill.packed import SKINNY_ROWS, PackedLinear, PackedNorm, Packing, joined
-from distill.sampling import Sampling
+from distill.sampling import Sampling, gumbel
 from distill.target.tiny import tiny_target
 from distill.tree import Chain, Dynamic, Static
 
@@ -186,3 +186,15 @@ def test_everything_works_without_the_kernels(hidden, tmp_path):
     assert done.returncode == 0, done.stderr
     wanted = "switched off" if hidden == "switch" else "no g++"
     assert wanted in done.stdout or "AVX-512" in done.stdout
+
+
+@needs_kernels
+def test_the_noise_is_the_same_with_and_without_the_kernel(monkeypatch):
+    request, position = torch.tensor([0, 7, -3, 2**62]), torch.tensor([[0, 1], [5, 2**31], [9, 10], [3, 4]])
+    for seed in (0, 1, -1, 2**63 - 1, -(2**63)):
+        keys = {"seed": seed, "request_B": request, "position_BP": position, "vocab": 1003}
+        fast = gumbel(**keys)
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "load", lambda: None)
+            slow = gumbel(**keys)
+        assert torch.equal(fast, slow)

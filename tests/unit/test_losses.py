@@ -12,7 +12,7 @@ from oracles import pack
 from torch import nn
 
 from distill.alignment import recurrent_mask
-from distill.losses import LossConfig, total
+from distill.losses import CHUNK_LOGITS, LossConfig, chunk_rows, total
 from distill.types import Batch, StepPrediction, TargetOutput
 
 
@@ -116,14 +116,31 @@ def test_half_precision_hidden_states():
             assert float((ours.double() - theirs).norm()) < 0.05 * float(theirs.norm())
 
 
+REGIMES = {
+    "packed": {},
+    "full vocabulary": {"pruned": False},
+    "one step": {"steps": 1},
+    "another packing": {"seed": 4},
+    "long": {"length": 70, "seed": 1},
+}
+
+
+@pytest.mark.parametrize("chunk", [None, 3])
+@pytest.mark.parametrize("regime", REGIMES)
 @pytest.mark.parametrize("name", NAMES)
-def test_single_precision(name):
-    s = setting(dtype=torch.float32, seed=2)
-    want = reference(s, name)[0]
-    got = run(s, name)
-    torch.testing.assert_close(got.loss.double(), want.detach().double(), rtol=1e-5, atol=1e-6)
-    for ours, theirs in zip(gradients(s, got.loss), gradients(s, want), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+def test_single_precision(name, regime, chunk):
+    """fp32 against the fp64 reference on the same numbers: 1e-5 of the value and of the norm of every gradient."""
+    s = setting(dtype=torch.float32, **{"seed": 2, **REGIMES[regime]})
+    got = run(s, name, chunk=chunk)
+    grads = gradients(s, got.loss)
+    wide = setting(dtype=torch.float64, **{"seed": 2, **REGIMES[regime]})
+    wide.head.weight.data.copy_(s.head.weight.data)
+    for exact, rounded in zip(wide.hiddens, s.hiddens, strict=True):
+        exact.data.copy_(rounded.data)
+    want = reference(wide, name)[0]
+    torch.testing.assert_close(got.loss.double(), want.detach().double(), rtol=1e-5, atol=0)
+    for ours, theirs in zip(grads, gradients(wide, want), strict=True):
+        assert float((ours.double() - theirs).norm()) < 1e-5 * float(theirs.norm())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -135,6 +152,35 @@ def test_extreme_logits_stay_finite(name):
     got = run(s, name)
     assert math.isfinite(float(got.loss.detach()))
     assert all(bool(g.isfinite().all()) for g in gradients(s, got.loss))
+
+
+def test_validation_makes_no_gradients(monkeypatch):
+    """Under ``no_grad`` the same figures, and no weight's gradient is ever made."""
+    s = setting()
+    want = run(s)
+    monkeypatch.setattr("distill.heads._Linear.backward", None)
+    with torch.no_grad():
+        got = run(s)
+    assert not got.loss.requires_grad
+    torch.testing.assert_close(got.loss, want.loss.detach(), rtol=1e-12, atol=0)
+    assert torch.equal(got.hits_KBL, want.hits_KBL)
+
+
+def test_chunks_shrink_as_vocabularies_grow():
+    """What a chunk holds stays within the budget, whichever of the two kinds of logits is the larger."""
+    cpu = torch.device("cpu")
+    for teacher, draft, steps in (
+        (49152, 49152, 7),
+        (49152, 8192, 7),
+        (8192, 8192, 1),
+        (262144, 262144, 7),
+        (64, 16, 2),
+    ):
+        rows = chunk_rows(LossConfig(), teacher_size=teacher, draft_size=draft, steps=steps, device=cpu)
+        largest = max(teacher, steps * draft)
+        assert rows * largest <= CHUNK_LOGITS["cpu"] < (rows + 1) * largest
+    assert chunk_rows(LossConfig(chunk=9), teacher_size=64, draft_size=64, steps=2, device=cpu) == 9
+    assert chunk_rows(LossConfig(), teacher_size=2**30, draft_size=8, steps=2, device=cpu) == 1
 
 
 # -- what counts

@@ -1,9 +1,10 @@
 import pytest
 import torch
+from oracles import pack, random_documents
 
 from distill.attention import packed_mask
 from distill.errors import UserError
-from distill.target.tiny import tiny_target, tiny_tokenizer
+from distill.target.tiny import FAMILIES, tiny_target, tiny_tokenizer
 
 IDS_BL = torch.tensor([[5, 9, 33, 2, 17, 40]])
 
@@ -150,3 +151,20 @@ def test_tiny_targets_say_different_things():
 def test_unknown_family_lists_the_choices():
     with pytest.raises(UserError, match=r"llama, qwen2, .*Did you mean 'gemma3'"):
         tiny_target("gema3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_instead_of_a_mask(family):
+    """The same features for every family, windows and soft-caps included, and the model is left as it was."""
+    target = tiny_target(family, seed=1, dtype=torch.float64)
+    batch = pack(random_documents(3, 40, 60, seed=2), 40)
+    before = target.config_hf._attn_implementation
+    mask = packed_mask(batch.doc_BL, batch.positions_BL, window=target.info.sliding_window)
+    want = target.forward(batch.ids_BL, positions_BL=batch.positions_BL, mask=mask, taps=(1, 4))
+    got = target.forward(batch.ids_BL, positions_BL=batch.positions_BL, doc_BL=batch.doc_BL, taps=(1, 4))
+    real = batch.doc_BL >= 0
+    assert bool(got.last_BLD.isfinite().all())
+    torch.testing.assert_close(got.last_BLD[real], want.last_BLD[real], rtol=1e-6, atol=1e-6)  # its norm is in fp32
+    for tap in (1, 4):
+        torch.testing.assert_close(got.taps[tap][real], want.taps[tap][real], rtol=1e-9, atol=1e-9)
+    assert target.config_hf._attn_implementation == before

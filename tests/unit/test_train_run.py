@@ -20,6 +20,7 @@ from distill.train.callbacks import AfterStep
 from distill.train.checkpoint import AtomicCheckpointIO
 from distill.train.config import TrainConfig
 from distill.train.folder import RunFolder
+from distill.train.parallel import World
 from distill.train.run import run
 
 
@@ -135,7 +136,7 @@ def test_what_a_finished_run_leaves(tmp_path, monkeypatch):
     assert names == {"config.yaml", "provenance.json", "vocab.json", "plan.json", "checkpoints", "logs", "export"}
     assert set(result.metrics) >= {"step", "val/tau", "val/loss", "export/tau"}
     values = yaml.safe_load((result.run_dir / "config.yaml").read_text())
-    assert build(TrainConfig, values) == tools.config(tmp_path / "run")
+    assert build(TrainConfig, values) == World().resolve(tools.config(tmp_path / "run"))
     assert values["drafter"]["fc_norm"] is False  # defaults are written, too
     assert json.loads((result.run_dir / "provenance.json").read_text())["data_hash"] == tools.data().data_hash
     vocab = json.loads((result.run_dir / "vocab.json").read_text())
@@ -209,13 +210,10 @@ def test_a_process_started_for_another_device_takes_the_first_ones_folder(tmp_pa
     config.run_dir = None
     first = RunFolder.choose(config)
     with first.shared():
-        monkeypatch.setenv("LOCAL_RANK", "1")
+        second = World(rank=1, local_rank=1, devices=2)
         config.run_dir = "runs/its-own-idea"  # the entry names a folder by the clock in every process
-        assert RunFolder.choose(config).path == first.path
-    assert RunFolder.choose(config).path.name == "its-own-idea"
-    monkeypatch.setenv("NODE_RANK", "2")
-    config.trainer.devices = 4
-    assert RunFolder.rank(config) == 9
+        assert RunFolder.choose(config, second).path == first.path
+    assert RunFolder.choose(config, second).path.name == "its-own-idea"
 
 
 def test_measuring_leaves_no_trace(tmp_path, monkeypatch):
