@@ -15,7 +15,7 @@ class Head(Protocol):
     """One chunk at a time: ``logits``, then ``backward`` for the same rows."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return logits_NW in a buffer of their own, which the caller may overwrite."""
+        """Return logits_NW, which the caller may overwrite, and which the next call overwrites."""
 
     def backward(self, grad_NW: Tensor, scale_N: Tensor, *, want_hidden: bool) -> Tensor | None:
         """Add up the weights' gradients for ``scale * grad``, and return that of the hidden states if wanted."""
@@ -46,10 +46,14 @@ class _Linear:
         low = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
         self.weight = weight.detach().to(torch.get_autocast_dtype(device) if low else weight.dtype)
         self.total = total
+        self.buffer = self.weight.new_empty(0, len(self.weight))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.hidden = hidden_ND.to(self.weight.dtype)
-        return self.hidden @ self.weight.T
+        rows = len(self.hidden)
+        if rows > len(self.buffer):  # one for all chunks: fresh pages cost as much as a fifth of the product
+            self.buffer = self.weight.new_empty(rows, len(self.weight))
+        return torch.mm(self.hidden, self.weight.T, out=self.buffer[:rows])
 
     def backward(self, grad_NW: Tensor, scale_N: Tensor, *, want_hidden: bool) -> Tensor | None:
         # Rows are scaled where they are narrow: in the hidden states instead of the logits.

@@ -14,12 +14,13 @@ tokens in the whole optimiser step, so the learning rate depends neither on how 
 accumulation or ranks, nor on the number of steps k. As in EAGLE-3, positions where the target's own choice
 is outside the draft vocabulary carry no loss; they count as misses in the metrics.
 
-Memory: a chunk is a few teacher rows and, for every step, the draft rows that are compared with them. The larger
-the vocabularies, the fewer rows (``chunk_rows``), so what a chunk takes does not depend on them.
+Memory: a chunk is a few teacher rows and, for every step, the draft rows that are compared with them; the teacher's
+logits are made for several chunks at once, of which only the draft vocabulary stays. The larger the vocabularies, the
+fewer rows (``chunk_rows``), so what they take does not depend on them.
 """
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -36,9 +37,10 @@ from distill.target import Target
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**26}
-"""Logits of one kind (teacher's, draft's) that exist at once. On a CPU 16 MiB in fp32, which stays in the cache and
-below the size from which every allocation maps fresh pages; on a GPU 256 MiB, which keeps it busy."""
+CHUNK_LOGITS = {"cpu": (2**24, 2**23), "cuda": (2**26, 2**26)}
+"""Logits of the teacher and of the draft that exist at once. On a CPU 64 and 32 MiB in fp32: enough rows for a matrix
+product to be fast, few enough that what is done with them stays near the cache; on a GPU 256 MiB, which keeps it
+busy."""
 
 
 @dataclass(kw_only=True)
@@ -119,10 +121,19 @@ def total(
     )
 
 
-def chunk_rows(config: LossConfig, *, teacher_size: int, draft_size: int, steps: int, device: torch.device) -> int:
-    """Teacher rows in a chunk: ``config.chunk``, else what keeps both kinds of logits within ``CHUNK_LOGITS``."""
-    budget = CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
-    return config.chunk or max(1, budget // max(teacher_size, steps * draft_size, 1))
+def chunk_rows(
+    config: LossConfig, *, teacher_size: int, draft_size: int, steps: int, device: torch.device
+) -> tuple[int, int]:
+    """Teacher rows whose logits exist at once, and how many of them the draft is compared with at a time.
+
+    Both are ``config.chunk``, else what keeps logits within ``CHUNK_LOGITS``; the first is a multiple of the second.
+    """
+    if config.chunk is not None:
+        return config.chunk, config.chunk
+    for_teacher, for_draft = CHUNK_LOGITS.get(device.type, CHUNK_LOGITS["cuda"])
+    teacher = max(1, for_teacher // max(teacher_size, 1))
+    draft = min(teacher, max(1, for_draft // max(steps * draft_size, 1)))
+    return teacher - teacher % draft, draft
 
 
 def _feature_loss(prediction: StepPrediction) -> Tensor:
@@ -199,12 +210,12 @@ class _Teacher:
         self.target, self.last_RD, self.vocab = target, last_RD, vocab
 
     @torch.no_grad()
-    def at(self, rows: Tensor, *, name: str) -> Rows:
-        """Return what the loss ``name`` needs of the teacher's rows; choice is a draft id, or -1 outside them."""
+    def at(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """What the target says at ``rows``, as ``Rows.make`` takes it: kept logits, log-sum-exp, choice."""
         logits_CV = self.target.logits(self.last_RD[rows])
         if self.vocab is None:
             logits_CV = wide(logits_CV)
-            return Rows.make(name, logits_CV, None, logits_CV.argmax(-1))
+            return logits_CV, None, logits_CV.argmax(-1)
         best_C, choice_C, sums = None, rows, []
         for start in range(0, logits_CV.shape[1], self.BLOCK):
             block_CB = wide(logits_CV[:, start : start + self.BLOCK])
@@ -216,7 +227,18 @@ class _Teacher:
                 choice_C = torch.where(value_C > best_C, at_C + start, choice_C)
                 best_C = torch.maximum(best_C, value_C)
         kept_CW = wide(logits_CV.index_select(1, self.vocab.target_ids))
-        return Rows.make(name, kept_CW, torch.stack(sums).logsumexp(0), self.vocab.from_target(choice_C))
+        return kept_CW, torch.stack(sums).logsumexp(0), self.vocab.from_target(choice_C)
+
+    def chunks(self, rows: Tensor, sizes: tuple[int, int], *, name: str) -> Iterator[tuple[int, Rows]]:
+        """Where each chunk of ``rows`` starts, and what the loss ``name`` needs of it; sizes from ``chunk_rows``."""
+        many, few = sizes
+        for first in range(0, len(rows), many):
+            kept_CW, normaliser_C, choice_C = self.at(rows[first : first + many])
+            for start in range(0, len(choice_C), few):
+                part = slice(start, start + few)
+                whole_C = None if normaliser_C is None else normaliser_C[part]
+                yield first + start, Rows.make(name, kept_CW[part], whole_C, choice_C[part])
+            del kept_CW  # before the next ones are made
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -241,7 +263,7 @@ class _ChunkedLoss(torch.autograd.Function):
             alpha_K=torch.zeros(n_steps, dtype=acc, device=device),
             hits_KR=torch.zeros_like(plan.valid_KR),
         )
-        size = chunk_rows(
+        sizes = chunk_rows(
             config,
             teacher_size=teacher.target.info.vocab_size,
             draft_size=teacher.vocab.size if teacher.vocab else teacher.target.info.vocab_size,
@@ -250,13 +272,12 @@ class _ChunkedLoss(torch.autograd.Function):
         )
         # The target and the losses keep their precision; heads remember the one they were called in.
         with torch.autocast(device.type, enabled=False):
-            for start in range(0, len(plan.rows), size):
-                p = teacher.at(plan.rows[start : start + size], name=config.name)
+            for start, p in teacher.chunks(plan.rows, sizes, name=config.name):
                 for head, steps in heads.shared:
-                    parts = [(k, *plan.part(k, start, start + size)) for k in steps]
+                    parts = [(k, *plan.part(k, start, start + sizes[1])) for k in steps]
                     logits_NW = head.logits(torch.cat([hiddens[k][at] for k, at, _ in parts]))
-                    sizes, scales = [len(at) for _, at, _ in parts], []
-                    for (k, at, where), logits_CW in zip(parts, logits_NW.split(sizes), strict=True):
+                    counts, scales = [len(at) for _, at, _ in parts], []
+                    for (k, at, where), logits_CW in zip(parts, logits_NW.split(counts), strict=True):
                         rows = p.take(where)
                         stats.hits_KR[k, at] = logits_CW.argmax(-1) == rows.choice_C
                         loss_C, alpha_C, grad_CW = pointwise(config.name, rows, logits_CW)
@@ -270,7 +291,7 @@ class _ChunkedLoss(torch.autograd.Function):
                     want = [grads[k] is not None for k, _, _ in parts]
                     grad_ND = head.backward(logits_NW, torch.cat(scales), want_hidden=any(want))
                     if grad_ND is not None:
-                        for (k, at, _), grad_CD in zip(parts, grad_ND.split(sizes), strict=True):
+                        for (k, at, _), grad_CD in zip(parts, grad_ND.split(counts), strict=True):
                             if (total_RD := grads[k]) is not None:
                                 total_RD[at] = grad_CD.to(total_RD.dtype)
         weights_K = stats.loss_K.new_tensor([p.weight for p in plan.predictions])

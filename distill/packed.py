@@ -5,6 +5,9 @@ out in advance, a layer of SmolLM2 takes half the time (oneDNN's layout) or less
 as memory delivers). Other devices and dtypes get the plain product, so callers need not ask.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -122,7 +125,7 @@ def joined(linears: list[nn.Linear]) -> PackedLinear:
 
 
 class Packing:
-    """Packed forwards of every ``nn.Linear`` inside ``module``, used while ``on``.
+    """Packed forwards of every ``nn.Linear`` (and of our ``RMSNorm``) inside ``module``, used while ``on``.
 
     Training and checkpoints see no difference: with gradients or under autocast the plain product runs, and a weight
     that has changed is packed again at its next call.
@@ -131,8 +134,12 @@ class Packing:
     def __init__(self, module: nn.Module, *, on: bool = True):
         self.on = on
         for child in module.modules():
-            if type(child) is nn.Linear and packable(child.weight) and "forward" not in child.__dict__:
+            if "forward" in child.__dict__:
+                continue
+            if type(child) is nn.Linear and packable(child.weight):
                 child.forward = _PackedForward(child, self)  # type: ignore[assignment]
+            elif type(child).__name__ == "RMSNorm" and isinstance(getattr(child, "eps", None), float):
+                child.forward = _PackedNormForward(child, self, child.forward)
 
 
 class _PackedForward:
@@ -153,3 +160,17 @@ class _PackedForward:
         if self._packed is None or self._state != state:
             self._packed, self._state = PackedLinear(weight, linear.bias), state
         return self._packed(x)
+
+
+class _PackedNormForward:
+    """The same for a norm; what the kernel does not take goes the module's own way."""
+
+    def __init__(self, norm: Any, packing: Packing, plain: Callable[[Tensor], Tensor]):
+        self._norm, self._packing, self._plain = norm, packing, plain
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        fits = self._packing.on and x.dtype == norm.weight.dtype == torch.bfloat16
+        if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
+            return self._plain(x)
+        return PackedNorm(norm.weight, norm.eps)(x)

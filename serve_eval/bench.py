@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,14 @@ from serve_eval import report, stats
 from serve_eval.arms import Arm, DecoderArm, PeakMemory, TransformersArm
 from serve_eval.checkpoint import Pair, auto_target, load_pair
 from serve_eval.command import repeat
-from serve_eval.cost import WIDTHS, CostReport, predict, round_costs, verify_curve, write_costs
+from serve_eval.cost import WIDTHS, CostReport, predict, probe, round_costs, verify_curve, write_costs
 from serve_eval.journal import Journal
 from serve_eval.measure import Conditions, check_fits, encode, measure_prompt, opening
 from serve_eval.progress import meter
 from serve_eval.prompts import Prompt, alternate, load_prompts
 from serve_eval.rows import COSTS, RECORDS, RESULTS, Record, Row, write_jsonl
 from serve_eval.summary import print_summary
+from serve_eval.threads import choose_threads
 
 JOURNAL = "records.part.jsonl"
 WARMUP_TOKENS = 16
@@ -70,7 +72,7 @@ class Config:
     cost: bool = opt(True, "measure the verify-cost curve and where a round's time goes")
     chat: bool = opt(True, "put prompts through the chat template; false feeds plain text (base models)")
     viewer: int = opt(3, "prompts per set whose decoded text the report shows")
-    threads: int = opt(0, "CPU threads; 0 leaves the library's choice")
+    threads: int = opt(0, "CPU threads of all arms; 0 takes the number with the fastest plain step, measured at the start")
     out: str | None = opt(None, "folder for the results; null makes a new runs/<date>-bench")
     report: bool = opt(True, "write report.html beside the results")
 
@@ -126,6 +128,8 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
     with _threads(config.threads):
         pair = load_pair(config.checkpoint, config.target)
         decoders = _decoder_arms(config, pair)
+        if not config.threads and pair.target.device.type == "cpu":
+            torch.set_num_threads(choose_threads(partial(probe, decoders[0].decoder.model)))
         arms: list[Arm] = [*decoders]
         if config.hf:
             arms.append(TransformersArm(pair.target, sampling=config.sampling()))
@@ -149,7 +153,7 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
 
 @contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Use ``count`` CPU threads inside the block; 0 leaves the setting."""
+    """Use ``count`` CPU threads inside the block (0: as many as now), and the present setting afterwards."""
     saved = torch.get_num_threads()
     torch.set_num_threads(count or saved)
     try:

@@ -133,6 +133,12 @@ def verify_curve(
     )
 
 
+@torch.inference_mode()
+def probe(target: Target | FastTarget) -> None:
+    """One pass over one token, for choosing a number of threads."""
+    _chain_pass(target, target.new_cache(1, 2), torch.zeros(1, 1, dtype=torch.long, device=target.device))
+
+
 def _chain_pass(target: Target | FastTarget, cache: KVCache, ids_BN: torch.Tensor) -> list[int]:
     """One pass over a chain hanging below the committed tokens, its choices read back to the host as decoding does."""
     count = ids_BN.shape[1]

@@ -1,9 +1,9 @@
 """The fast engine: the same target with a decode step that takes as little time as we can make it.
 
 On a CPU: projections joined and packed (``packed.py``), few operations (``fused.py``). On CUDA the same fused step
-is replayed from a graph per shape (``distill/graphs.py``). Families that ``fused.py`` does not know keep their transformers
-forward with packed projections. Prefill chunks, verification and plain decoding all go through here, so a drafted and
-an undrafted run are equally fast per pass.
+is replayed from a graph per shape (``distill/graphs.py``). Families that ``fused.py`` does not know keep their
+transformers forward with packed projections. Prefill chunks, verification and plain decoding all go through here, so a
+drafted and an undrafted run are equally fast per pass.
 """
 
 from collections.abc import Iterable

@@ -37,6 +37,7 @@ SHARED = "DRAFTSMITH_RUN_DIR"
 FREE = (
     *("run_dir", "tracking.", "eval.", "trainer.log_every", "trainer.keep", "trainer.timeout_s"),
     *("target.device", "target.verify", "data.features_folder", "data.features_confirm"),
+    "data.endpoint.",
 )
 """Options a resumed run may change: none of them reaches the weights."""
 

@@ -15,9 +15,10 @@ import lightning.pytorch as pl
 import torch
 
 from distill.config import build, to_dict
-from distill.data import PreparedData, load_prepared, prepare
+from distill.data import PreparedData, load_prepared
 from distill.data.datamodule import DataModule
 from distill.data.features import FeatureStore, open_features, prepare_features
+from distill.data.together import prepare_together, write_share
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export import load_drafter, save_drafter, update_card
@@ -113,8 +114,18 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
     target = frozen_target(config, world)
     kind: Any = drafter_class(config.drafter["name"])
     kind.taps(config.drafter_config(), target.info)  # what does not fit is refused before data are written
-    told = sign.wait("training") if isinstance(sign, Watcher) else {}
-    data = prepared_data(config, target, folder, sign)
+    told = {}
+    if isinstance(sign, Watcher):
+        write_share(
+            config.data,
+            target,
+            data_folder(config, folder),
+            rank=world.rank,
+            world=writers(config, world),
+            timeout_s=config.trainer.timeout_s,
+        )
+        told = sign.wait("training")
+    data = prepared_data(config, target, folder, world, sign)
     drafter = new_drafter(config, target, data, folder)
     drafter.recompute_activations(config.trainer.activation_checkpointing)
     line = memory.announce(config, drafter, processes=world.size)
@@ -190,13 +201,28 @@ def frozen_target(config: TrainConfig, world: World) -> Target:
     return target
 
 
-def prepared_data(config: TrainConfig, target: Target, folder: RunFolder, sign: Beacon | Watcher) -> PreparedData:
-    """Write the training data, or read what the first process has written."""
-    where = Path(config.data.folder) if config.data.folder else folder.path / "data"
+def data_folder(config: TrainConfig, folder: RunFolder) -> Path:
+    """Where the prepared data lie."""
+    return Path(config.data.folder) if config.data.folder else folder.path / "data"
+
+
+def writers(config: TrainConfig, world: World) -> int:
+    """Processes that write data: all that exist by then, each with a whole target of its own."""
+    # Lightning starts the others only when training begins.
+    return 1 if world.launcher == "lightning" or config.target.shard != "none" else world.size
+
+
+def prepared_data(
+    config: TrainConfig, target: Target, folder: RunFolder, world: World, sign: Beacon | Watcher
+) -> PreparedData:
+    """Write the training data, together with the other processes, or read what was written."""
+    where = data_folder(config, folder)
     if isinstance(sign, Watcher):
         return load_prepared(where, config.data, vocab_size=target.info.vocab_size)
     sign.tell("preparing data")
-    data = prepare(config.data, target, where)
+    data = prepare_together(
+        config.data, target, where, world=writers(config, world), timeout_s=config.trainer.timeout_s
+    )
     folder.note_data(data.data_hash)
     say(
         f"data: {data.n_train} conversations to train on, {data.n_val} held out, "

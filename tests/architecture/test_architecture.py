@@ -10,7 +10,7 @@ import pytest
 from distill.registry import DRAFTERS
 
 ROOT = Path(__file__).resolve().parents[2]
-FILES = sorted(path for package in ("distill", "serve_eval") for path in (ROOT / package).rglob("*.py"))
+FILES = sorted(path for package in ("distill", "serve_eval", "bench") for path in (ROOT / package).rglob("*.py"))
 
 # A module may import from its own layer and from lower ones. The longest matching prefix decides.
 LAYERS = {
@@ -22,6 +22,7 @@ LAYERS = {
     "distill.export": 3,
     "distill.train": 3,
     "serve_eval": 4,
+    "bench": 5,
 }
 
 # Records of a higher layer that a lower one names in a signature; nothing is called at import.

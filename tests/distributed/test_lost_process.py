@@ -81,13 +81,13 @@ def asked(rank, *, at):
 def slow_data(rank, *, seconds):
     from distill.train import run
 
-    plain = run.prepare
+    plain = run.prepare_together
 
-    def prepare(*args):
+    def prepare(*args, **options):
         time.sleep(seconds)
-        return plain(*args)
+        return plain(*args, **options)
 
-    run.prepare = prepare
+    run.prepare_together = prepare
 
 
 @pytest.mark.slow
@@ -101,11 +101,11 @@ def no_data(rank):
     from distill.errors import UserError
     from distill.train import run
 
-    def prepare(*args):
+    def prepare(*args, **options):
         time.sleep(8)  # until the other one watches, on a busy machine
         raise UserError("there are no data")
 
-    run.prepare = prepare
+    run.prepare_together = prepare
 
 
 @pytest.mark.slow

@@ -198,3 +198,18 @@ def test_the_noise_is_the_same_with_and_without_the_kernel(monkeypatch):
             patch.setattr(kernels, "load", lambda: None)
             slow = gumbel(**keys)
         assert torch.equal(fast, slow)
+
+
+def test_packing_takes_our_norm_in_half_precision_only():
+    from distill.drafters.blocks import RMSNorm
+
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        norm = RMSNorm(64, 1e-5).to(dtype)
+        norm.weight.data.uniform_(0.5, 2)
+        x = torch.randn(3, 64, dtype=dtype) * 4
+        wanted = norm(x)
+        Packing(norm)
+        with torch.no_grad():
+            torch.testing.assert_close(norm(x), wanted, rtol=2 * BF16_HALF if dtype == torch.bfloat16 else 0, atol=0)
+        norm(x).sum().backward()
+        assert norm.weight.grad is not None

@@ -29,7 +29,7 @@ def test_a_refused_source_leaves_no_folder(tmp_path):
 
 
 def test_taps_are_refused_before_data_are_written(tmp_path, monkeypatch):
-    monkeypatch.setattr("distill.train.run.prepare", lambda *_: pytest.fail("data were written first"))
+    monkeypatch.setattr("distill.train.run.prepare_together", lambda *_, **__: pytest.fail("data were written first"))
     config = tools.config(tmp_path / "run")
     with pytest.raises(UserError, match=r"drafter\.taps"):
         run(replace(config, drafter={**config.drafter, "taps": [99]}))

@@ -62,5 +62,6 @@ def in_memory(monkeypatch):
     import distill.train.run as module
 
     monkeypatch.setattr(module, "load_target", lambda _: target())
-    monkeypatch.setattr(module, "prepare", lambda *_: data())
+    monkeypatch.setattr(module, "prepare_together", lambda *_, **__: data())
     monkeypatch.setattr(module, "load_prepared", lambda *_, **__: data())
+    monkeypatch.setattr(module, "write_share", lambda *_, **__: None)
