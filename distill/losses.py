@@ -37,8 +37,8 @@ from distill.target import Target
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
-CHUNK_LOGITS = {"cpu": (2**24, 2**23), "cuda": (2**26, 2**26)}
-"""Logits of the teacher and of the draft that exist at once. On a CPU 64 and 32 MiB in fp32: enough rows for a matrix
+CHUNK_LOGITS = {"cpu": (2**24, 2**22), "cuda": (2**26, 2**26)}
+"""Logits of the teacher and of the draft that exist at once. On a CPU 64 and 16 MiB in fp32: enough rows for a matrix
 product to be fast, few enough that what is done with them stays near the cache; on a GPU 256 MiB, which keeps it
 busy."""
 

@@ -94,44 +94,72 @@ inline __m512 sums16(__m512* v) {
   return _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xdd));
 }
 
-// One query head over the visible slots of its key/value head; weights is scratch for `count` floats, rounded up.
-inline void attend_one(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slots, int64_t count,
-                       int64_t dim, float scale, float* weights, uint16_t* out) {
-  __m512 most = _mm512_set1_ps(-INFINITY);
-  for (int64_t j = 0; j < count; j += 16) {
-    __m512 s[16];
-    for (int i = 0; i < 16; i++) {
-      const uint16_t* key = k + int64_t(slots[j + i < count ? j + i : count - 1]) * dim;
-      s[i] = _mm512_setzero_ps();
-      for (int64_t d = 0; d < dim; d += 32)
-        s[i] = _mm512_dpbf16_ps(s[i], (__m512bh)_mm512_loadu_si512(key + d), (__m512bh)_mm512_loadu_si512(q + d));
+// G query heads of one key/value head over the visible slots; weights is scratch for G times `padded` floats.
+template <int G>
+inline void attend_heads(const uint16_t* q, const uint16_t* k, const uint16_t* v, const int32_t* slots, int64_t count,
+                         int64_t dim, float scale, float* weights, int64_t padded, uint16_t* out) {
+  __m512 most[G], total[G];
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++) most[g] = _mm512_set1_ps(-INFINITY), total[g] = _mm512_setzero_ps();
+  for (int64_t j = 0; j < count; j += 16)
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) {
+      __m512 s[16];
+#pragma GCC unroll 16
+      for (int i = 0; i < 16; i++) {
+        const uint16_t* key = k + int64_t(slots[j + i < count ? j + i : count - 1]) * dim;
+        s[i] = _mm512_setzero_ps();
+        for (int64_t d = 0; d < dim; d += 32)
+          s[i] = _mm512_dpbf16_ps(s[i], (__m512bh)_mm512_loadu_si512(key + d),
+                                  (__m512bh)_mm512_loadu_si512(q + g * dim + d));
+      }
+      const __m512 scores = _mm512_mul_ps(sums16(s), _mm512_set1_ps(scale));
+      _mm512_storeu_ps(weights + g * padded + j, scores);
+      most[g] = _mm512_max_ps(most[g], scores);
     }
-    const __m512 scores = _mm512_mul_ps(sums16(s), _mm512_set1_ps(scale));
-    _mm512_storeu_ps(weights + j, scores);
-    most = _mm512_max_ps(most, scores);
+#pragma GCC unroll 16
+  for (int g = 0; g < G; g++) {
+    const __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most[g]));
+    for (int64_t j = 0; j < count; j += 16) {
+      const __mmask16 here = count - j >= 16 ? 0xffff : (1u << (count - j)) - 1;
+      float* at = weights + g * padded + j;
+      const __m512 e = _mm512_maskz_mov_ps(here, exp_ps(_mm512_sub_ps(_mm512_loadu_ps(at), peak)));
+      _mm512_storeu_ps(at, e);
+      total[g] = _mm512_add_ps(total[g], e);
+    }
   }
-  const __m512 peak = _mm512_set1_ps(_mm512_reduce_max_ps(most));
-  __m512 total = _mm512_setzero_ps();
-  for (int64_t j = 0; j < count; j += 16) {
-    const __mmask16 here = count - j >= 16 ? 0xffff : (1u << (count - j)) - 1;
-    const __m512 e = _mm512_maskz_mov_ps(here, exp_ps(_mm512_sub_ps(_mm512_loadu_ps(weights + j), peak)));
-    _mm512_storeu_ps(weights + j, e);
-    total = _mm512_add_ps(total, e);
-  }
-  const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total));
-  for (int64_t d0 = 0; d0 < dim; d0 += 64) {
-    const int64_t n = dim - d0 < 64 ? (dim - d0) / 16 : 4;
-    __m512 s[4] = {};
+  for (int64_t d0 = 0; d0 < dim; d0 += 32) {
+    __m512 s[G][2];
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) s[g][0] = s[g][1] = _mm512_setzero_ps();
     for (int64_t j = 0; j < count; j++) {
-      const __m512 weight = _mm512_set1_ps(weights[j]);
       const uint16_t* value = v + int64_t(slots[j]) * dim + d0;
-      for (int64_t i = 0; i < n; i++) s[i] = _mm512_fmadd_ps(weight, widen(value + 16 * i), s[i]);
+      const __m512 low = widen(value), high = widen(value + 16);
+#pragma GCC unroll 16
+      for (int g = 0; g < G; g++) {
+        const __m512 weight = _mm512_set1_ps(weights[g * padded + j]);
+        s[g][0] = _mm512_fmadd_ps(weight, low, s[g][0]);
+        s[g][1] = _mm512_fmadd_ps(weight, high, s[g][1]);
+      }
     }
-    for (int64_t i = 0; i < n; i++) store(out + d0 + 16 * i, _mm512_mul_ps(s[i], share));
+#pragma GCC unroll 16
+    for (int g = 0; g < G; g++) {
+      const __m512 share = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(total[g]));
+      store(out + g * dim + d0, _mm512_mul_ps(s[g][0], share));
+      store(out + g * dim + d0 + 16, _mm512_mul_ps(s[g][1], share));
+    }
   }
 }
 
 }  // namespace
+
+using Block = void (*)(const Job&, int64_t, int64_t);
+using Attend = void (*)(const uint16_t*, const uint16_t*, const uint16_t*, const int32_t*, int64_t, int64_t, float,
+                        float*, int64_t, uint16_t*);
+const Attend attend[] = {nullptr, attend_heads<1>, attend_heads<2>, attend_heads<3>, attend_heads<4>};
+
+const Block blocks[] = {nullptr,   block<1>,  block<2>,  block<3>,  block<4>,  block<5>,  block<6>,  block<7>,
+                        block<8>,  block<9>,  block<10>, block<11>, block<12>, block<13>, block<14>, block<15>};
 
 extern "C" {
 
@@ -143,10 +171,7 @@ void draftsmith_linear(const uint16_t* x, const uint16_t* w, const uint16_t* bia
   for (int64_t n0 = 0; n0 < n; n0 += 16) {
     int64_t m = 0;
     for (; m + 16 <= rows; m += 16) block<16>(job, m, n0);
-    if (rows - m >= 8) block<8>(job, m, n0), m += 8;
-    if (rows - m >= 4) block<4>(job, m, n0), m += 4;
-    if (rows - m >= 2) block<2>(job, m, n0), m += 2;
-    if (rows - m >= 1) block<1>(job, m, n0);
+    if (m < rows) blocks[rows - m](job, m, n0);
   }
 }
 
@@ -171,7 +196,8 @@ void draftsmith_attend(const uint16_t* q, const uint16_t* k, const uint16_t* v, 
 #pragma omp parallel
   {
     std::vector<int32_t> slots(view);
-    std::vector<float> weights((view + 15) / 16 * 16);
+    const int64_t padded = (view + 15) / 16 * 16;
+    std::vector<float> weights(4 * padded);
     int64_t listed = -1, count = 0;
 #pragma omp for schedule(static)
     for (int64_t task = 0; task < batch * n * kv_heads; task++) {
@@ -182,9 +208,12 @@ void draftsmith_attend(const uint16_t* q, const uint16_t* k, const uint16_t* v, 
           if (!mask || mask[row * view + t]) slots[count++] = t;
       }
       const int64_t at = b * kv_batch + g * kv_head;
-      for (int64_t h = g * groups; h < (g + 1) * groups; h++)
-        attend_one(q + row * q_stride + h * dim, k + at, v + at, slots.data(), count, dim, scale, weights.data(),
-                   out + (row * heads + h) * dim);
+      for (int64_t h = g * groups, left = groups; left > 0;) {
+        const int64_t some = left < 4 ? left : 4;
+        attend[some](q + row * q_stride + h * dim, k + at, v + at, slots.data(), count, dim, scale, weights.data(), padded,
+               out + (row * heads + h) * dim);
+        h += some, left -= some;
+      }
     }
   }
 }
