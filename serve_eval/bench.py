@@ -72,7 +72,7 @@ class Config:
     cost: bool = opt(True, "measure the verify-cost curve and where a round's time goes")
     chat: bool = opt(True, "put prompts through the chat template; false feeds plain text (base models)")
     viewer: int = opt(3, "prompts per set whose decoded text the report shows")
-    threads: int = opt(0, "CPU threads of all arms; 0 takes the number with the fastest plain step, measured at the start")
+    threads: int = opt(0, "CPU threads of all arms; 0 measures at the start which number makes a step fastest")
     out: str | None = opt(None, "folder for the results; null makes a new runs/<date>-bench")
     report: bool = opt(True, "write report.html beside the results")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from distill.errors import UserError
-from distill.export.files import write_atomic
+from distill.files import write_atomic
 
 SCHEMA_VERSION = 1
 RESULTS, RECORDS, COSTS, REPORT = "results.jsonl", "records.jsonl", "cost.json", "report.html"

@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import UserError
-from distill.files import swap_folder, unwritable, write_atomic
-
-__all__ = ["read_json", "sha256", "swap_folder", "to_json", "unwritable", "write_atomic"]
 
 
 def to_json(value: Mapping) -> str:

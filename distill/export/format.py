@@ -25,8 +25,8 @@ from distill.config import build, flatten, to_dict
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export.card import render
-from distill.export.files import read_json, sha256, to_json, write_atomic
-from distill.files import fresh_folder, swap_folder, unwritable
+from distill.export.files import read_json, sha256, to_json
+from distill.files import fresh_folder, swap_folder, unwritable, write_atomic
 from distill.registry import drafter_class
 from distill.target import Target
 from distill.vocab import DraftVocab

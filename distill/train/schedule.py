@@ -15,7 +15,7 @@ from torch import nn, optim
 
 from distill.config import opt
 from distill.errors import UserError
-from distill.export.files import write_atomic
+from distill.files import write_atomic
 
 VALIDATIONS, DECODES = 10, 4
 """How often a run validates and decodes at most when the config leaves it open."""

@@ -19,7 +19,7 @@ from typing import Any
 from lightning.pytorch.loggers import Logger
 
 from distill.errors import UserError
-from distill.export.files import write_atomic
+from distill.files import write_atomic
 from distill.train.config import TrackingConfig
 
 

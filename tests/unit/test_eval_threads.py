@@ -9,7 +9,7 @@ from serve_eval.threads import choose_threads
 
 
 @pytest.mark.parametrize(
-    ("costs", "best"),
+    "costs, best",
     [
         ({1: 0.004, 2: 0.001, 4: 0.003}, 2),
         ({1: 0.001, 2: 0.004, 4: 0.004}, 1),

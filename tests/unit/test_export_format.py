@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from distill.drafters.eagle3 import Eagle3, Eagle3Config
 from distill.errors import UserError
 from distill.export import collect, load_drafter, resolve_checkpoint, save_drafter, update_card
-from distill.export.files import sha256, write_atomic
+from distill.export.files import sha256
+from distill.files import write_atomic
 from distill.target.tiny import tiny_target
 from distill.vocab import DraftVocab
 
