@@ -5,7 +5,7 @@ any other head is left to autograd.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class Head(Protocol):
     """One chunk at a time: ``logits``, then ``backward`` for the same rows."""
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
-        """Return logits_NW, which the caller may overwrite, and which the next call overwrites."""
+        """Return logits_NW in a buffer of their own, which the caller may overwrite."""
 
     def backward(self, grad_NW: Tensor, scale_N: Tensor, *, want_hidden: bool) -> Tensor | None:
         """Add up the weights' gradients for ``scale * grad``, and return that of the hidden states if wanted."""
@@ -28,14 +28,30 @@ def head_of(head: Callable[[Tensor], Tensor], sums: Mapping[int, Tensor]) -> Hea
         head: maps hidden [N, D] to logits [N, W].
         sums: id(weight) -> where its gradient is added up, fp32 or wider, for the weights that want one.
     """
-    # A subclass, or a hook that gathers a divided weight, must be called to be right.
-    if isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and _is_bare(head):
-        return _Linear(head.weight, sums.get(id(head.weight)))
-    return _Any(head, sums)
+    return _Linear(head.weight, sums.get(id(head.weight))) if is_bare(head) else _Any(head, sums)
 
 
-def _is_bare(head: nn.Linear) -> bool:
-    return getattr(head, "bias", None) is None and not head._forward_hooks and not head._forward_pre_hooks
+def is_bare(head: object) -> TypeGuard[nn.Linear]:
+    """Whether calling ``head`` is one matrix product and nothing else."""
+    # A subclass, a replaced forward, or a hook that gathers a divided weight must be called to be right.
+    return (
+        isinstance(head, nn.Linear)
+        and type(head).forward is nn.Linear.forward
+        and "forward" not in vars(head)
+        and head.bias is None
+        and not head._forward_hooks
+        and not head._forward_pre_hooks
+    )
+
+
+def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
+    """x W^T, not differentiable; on a CPU in fp32 oneDNN is 10 to 40 % faster than the BLAS behind ``@``."""
+    if x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32 and len(x_NI) and _ONEDNN:
+        return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, None, "none", [], "")
+    return x_NI @ weight_OI.T
+
+
+_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class _Linear:
@@ -46,14 +62,10 @@ class _Linear:
         low = torch.is_autocast_enabled(device) and weight.dtype == torch.float32
         self.weight = weight.detach().to(torch.get_autocast_dtype(device) if low else weight.dtype)
         self.total = total
-        self.buffer = self.weight.new_empty(0, len(self.weight))
 
     def logits(self, hidden_ND: Tensor) -> Tensor:
         self.hidden = hidden_ND.to(self.weight.dtype)
-        rows = len(self.hidden)
-        if rows > len(self.buffer):  # one for all chunks: fresh pages cost as much as a fifth of the product
-            self.buffer = self.weight.new_empty(rows, len(self.weight))
-        return torch.mm(self.hidden, self.weight.T, out=self.buffer[:rows])
+        return product(self.hidden, self.weight)
 
     def backward(self, grad_NW: Tensor, scale_N: Tensor, *, want_hidden: bool) -> Tensor | None:
         # Rows are scaled where they are narrow: in the hidden states instead of the logits.
@@ -66,7 +78,7 @@ class _Linear:
                     block += grad.T @ scaled
         if not want_hidden:
             return None
-        return (grad_NW @ self.weight).mul_(scale_N[:, None].to(grad_NW.dtype))
+        return product(grad_NW, self.weight.T).mul_(scale_N[:, None].to(grad_NW.dtype))
 
 
 class _Any:

@@ -35,7 +35,11 @@ TARGET_S, REPORT_S, COSTS_S, UNKNOWN_S = 60.0, 5.0, 30.0, 120.0
 """Rough times of what has no budget, for the time left."""
 
 
-PLANS = (PlanConfig(name="chain", length=3), PlanConfig(name="dynamic", top_k=6, depth=4, total=16))
+PLANS = (
+    PlanConfig(name="chain", length=3),
+    PlanConfig(name="dynamic", top_k=4, depth=3, total=8),
+    PlanConfig(name="dynamic", top_k=6, depth=4, total=16),
+)
 """Measured where ``bench.trees`` names none: small proposals, since a pass over many tokens is dear on a CPU."""
 
 
@@ -51,7 +55,7 @@ class Config:
     run_dir: str = opt("runs/demo", "folder of everything; a demo that is there is resumed")
     experiment: str = opt("demo", "training settings: a file in configs/experiment/")
     overrides: list[str] = opt([], "further training options, e.g. [target=tiny]")
-    data_minutes: float | None = opt(3.5, "time to write training conversations; null: the experiment's own limits")
+    data_minutes: float | None = opt(2.0, "time to write training conversations; null: the experiment's own limits")
     train_minutes: float | None = opt(6.5, "time for training; null: the experiment's own limits")
     eval_minutes: float | None = opt(3.0, "time to decode prompts for the comparison; null: bench's own limits")
     bench: BenchConfig = field(default_factory=default_bench, metadata={"help": "options of the comparison"})
