@@ -99,11 +99,13 @@ def read_history(folder: Path) -> list[dict[str, Any]]:
     """
     path = folder / HISTORY
     found = []
-    for number, text in enumerate(path.read_text(encoding="utf-8").splitlines() if path.is_file() else [], start=1):
+    for number, text in enumerate(path.read_bytes().splitlines() if path.is_file() else [], start=1):
         try:
-            line = json.loads(text)
+            line = json.loads(text.decode("utf-8"))
+            _ = [line["setting"][name] for name in ("target", "cpu", "threads", "engine")]
+            _ = [(figure["unit"], figure["value"]) for figure in line["figures"].values()]
             found.append(line | {"figures": {key: dict(figure) for key, figure in line["figures"].items()}})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(
                 f"{path} must hold one run a line, got a damaged line {number}; delete that line"
             ) from error

@@ -51,7 +51,13 @@ class Client:
 
     def __init__(self, url: str, *, timeout_s: float, retries: int, key: str | None = None):
         self.url = url
-        self._parts = urlsplit(url)
+        try:
+            self._parts = urlsplit(url)
+            _ = self._parts.port
+        except ValueError as error:
+            raise UserError(
+                f"data.endpoint.url must be an address like http://host:8000/v1, got {url!r} ({error})"
+            ) from error
         self._timeout_s, self._retries = timeout_s, retries
         self._headers = {"Content-Type": "application/json", "Accept": "application/json"}
         if key is not None:

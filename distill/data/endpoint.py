@@ -289,7 +289,9 @@ class EndpointDecoder:
 def _said_ids(choice: dict[str, Any]) -> list[int] | None:
     """The ids where the server says them: vLLM's two ways, llama.cpp's."""
     if isinstance(choice.get("token_ids"), list):
-        return [int(token) for token in choice["token_ids"]]
+        if any(type(token) is not int for token in choice["token_ids"]):
+            raise ValueError(f"token_ids must be integers, got {choice['token_ids'][:8]}")
+        return list(choice["token_ids"])
     logprobs = choice.get("logprobs") or {}
     tokens = logprobs.get("tokens") or []
     if tokens and all(str(token).startswith("token_id:") for token in tokens):

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from distill.data.store import Manifest, Outcome, Part, Store, check_same, read_manifest, read_outcomes
+from distill.data.store import Manifest, Outcome, Part, Store, check_same, read_manifest, read_outcomes, read_shards
 from distill.errors import UserError
 
 PATTERN = "part-*-of-*"
@@ -52,6 +52,9 @@ def read_parts(store: Store, folders: Sequence[Path], *, partial: bool = False) 
         parts.append((folder, manifest))
     if parts:
         _check_together(parts, store, partial=partial)
+    for folder, manifest in parts:  # all of them before the first is merged: a refusal later would leave a gap behind
+        for _ in read_shards(folder, manifest):
+            pass
     return parts
 
 

@@ -235,7 +235,7 @@ class Decoder:
         window = self.target.info.sliding_window
         # One row, one node, no masked slots in between: nothing to hide from it.
         everything = len(ids_BN) == cache.bucket == 1 and view == cache.longest + 1
-        if everything and self.engine == "fast" and (window is None or view <= window):
+        if everything and self.model.maskless and (window is None or view <= window):
             positions_11 = cache.lengths_B[:, None]
             return self.model.forward(ids_BN, positions_BL=positions_11, mask=None, cache=cache, taps=self._taps)
         mask = tree_mask(

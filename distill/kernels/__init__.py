@@ -10,12 +10,19 @@ import hashlib
 import os
 import shutil
 import subprocess
+import threading
 from pathlib import Path
 
 import torch
 
+from distill.errors import UserError
+from distill.files import sync, write_atomic
+
 SOURCE = Path(__file__).with_name("skinny.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
+
+
+_ONE_AT_A_TIME = threading.Lock()
 
 
 class UnavailableError(Exception):
@@ -54,8 +61,9 @@ def _library() -> ctypes.CDLL:
     try:
         # The symbols of PyTorch's own OpenMP runtime: a second runtime would have a second pool of spinning threads.
         ctypes.CDLL(str(openmp), mode=ctypes.RTLD_GLOBAL)
-        library = ctypes.CDLL(str(_build(compiler)))
-    except (OSError, subprocess.SubprocessError) as error:
+        with _ONE_AT_A_TIME:
+            library = ctypes.CDLL(str(_build(compiler)))
+    except (OSError, subprocess.SubprocessError, UserError) as error:
         raise UnavailableError(f"a build that failed ({error})") from error
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
     library.draftsmith_linear.argtypes = [pointer] * 5 + [integer] * 3
@@ -93,8 +101,9 @@ def _build(compiler: str) -> Path:
     key = hashlib.sha256("\0".join([SOURCE.read_text(), version, cpu.stdout, *FLAGS]).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "draftsmith" / "kernels"
-    built = folder / f"skinny-{key}.so"
-    if built.is_file():
+    built, digest = folder / f"skinny-{key}.so", folder / f"skinny-{key}.sha256"
+    # A torn file would not fail to load but kill the process, page by page, as it runs.
+    if built.is_file() and digest.is_file() and digest.read_text() == hashlib.sha256(built.read_bytes()).hexdigest():
         return built
     folder.mkdir(parents=True, exist_ok=True)
     parts = [folder / f".skinny-{key}.{os.getpid()}{end}" for end in (".o", ".so")]
@@ -106,7 +115,10 @@ def _build(compiler: str) -> Path:
         )
         for step in steps:
             subprocess.run(step, capture_output=True, check=True, timeout=120)
+        sync(parts[1])
+        made = hashlib.sha256(parts[1].read_bytes()).hexdigest()
         parts[1].replace(built)
+        write_atomic(digest, made)
     finally:
         for part in parts:
             part.unlink(missing_ok=True)

@@ -99,6 +99,11 @@ class FastTarget:
         errors = [((a - b).double().norm(dim=-1) / b.double().norm(dim=-1)).median() for a, b in pairs]
         return bool((torch.stack(errors) <= TOLERANCE[self.dtype]).all())
 
+    @property
+    def maskless(self) -> bool:
+        """Whether ``forward`` takes None for a mask that hides nothing."""
+        return self._fused is not None
+
     def embed(self, ids: Tensor) -> Tensor:
         """As ``Target.embed``."""
         return self.target.embed(ids)

@@ -76,6 +76,9 @@ class Target:
             "chat_template": fingerprint.chat_template_digest(self.tokenizer),
         }
 
+    maskless = False
+    """Whether a pass through a cache can do without a mask that hides nothing."""
+
     @cached_property
     def fast(self) -> FastTarget:
         """The same weights behind the fast engine, made (and compared with this forward) when first asked for."""

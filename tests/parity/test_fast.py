@@ -105,6 +105,15 @@ def test_decodes_what_the_uncached_oracle_decodes(family, sampling):
         assert [g.ids for g in found] == [g[:10] for g in longer]
 
 
+@pytest.mark.parametrize("family", ["gemma2", "gemma3", "phi3", "mistral"])
+def test_a_context_within_the_window_needs_no_mask(family):
+    """One row, one token, nothing to hide: the fused step takes no mask, the others must still get one."""
+    target = tiny_target(family, seed=3, vocab_size=40, hidden=16, layers=2, dtype=torch.float64, sliding_window=64)
+    for prompt in ([7], list(range(5, 25))):
+        found = Decoder(target, engine="fast").generate([prompt], max_new_tokens=8, ignore_eos=True)
+        assert [g.ids for g in found] == stepped(target, [prompt], 8, Sampling(), stop=())
+
+
 def test_an_eagle_drafter_decodes_the_same_on_both_engines():
     target, drafter = pair("llama")
     prompts = random_prompts(5, 40, seed=9)

@@ -116,7 +116,7 @@ def test_ratios_are_taken_within_a_turn_without_the_first():
 
 
 @pytest.mark.parametrize(
-    ("loss", "trained", "sentence"),
+    "loss, trained, sentence",
     [(2.2, 7, "the same loss"), (math.nan, 7, "the same loss"), (2, 8, "the same para")],
 )
 def test_unequal_work_is_no_figure(loss, trained, sentence):

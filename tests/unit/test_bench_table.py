@@ -120,10 +120,13 @@ def test_an_incomplete_run_is_not_history(run, tmp_path):
     assert not (tmp_path / HISTORY).exists()
 
 
-def test_a_damaged_history_is_named(run, tmp_path):
+@pytest.mark.parametrize(
+    "line", [b'{"figures": 3}', b"\xff\xfe", b'{"figures": {}}', b'{"setting": {}, "figures": {}}', b"[]"]
+)
+def test_a_damaged_history_is_named(run, tmp_path, line):
     save(run, tmp_path)
-    with (tmp_path / HISTORY).open("a") as file:
-        file.write('{"figures": 3}\n')
+    with (tmp_path / HISTORY).open("ab") as file:
+        file.write(line + b"\n")
     with pytest.raises(UserError, match="damaged line 2"):
         read_history(tmp_path)
 

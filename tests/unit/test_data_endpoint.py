@@ -359,3 +359,11 @@ def test_options_that_do_not_go_together(options, sentence):
 def test_options_out_of_range(options, sentence):
     with pytest.raises(UserError, match=sentence):
         EndpointConfig(**options)
+
+
+@pytest.mark.parametrize("url", ["http://[::1/v1", "http://127.0.0.1:port/v1"])
+def test_an_address_that_is_none_is_refused_at_once(url):
+    from distill.data.client import Client
+
+    with pytest.raises(UserError, match="data.endpoint.url must be an address"):
+        Client(url, timeout_s=1, retries=5)

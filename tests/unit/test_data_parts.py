@@ -236,3 +236,24 @@ def test_training_data_are_all_parts(tmp_path):
 def test_the_form_of_a_part(text):
     with pytest.raises(UserError, match="data.part must be like 2/8"):
         DataConfig(part=text)
+
+
+def test_a_damaged_part_is_refused_before_anything_is_merged(tmp_path, whole):
+    """Merged as far as it went, the folder would count the candidates of the parts behind as gone for good."""
+    folder, parts = tmp_path / "merged", tmp_path / "parts"
+    for number in (1, 2, 3):
+        part(parts, settings(), f"{number}/3", seed=number)
+    last = sorted(parts.glob("part-3-*"))[0]
+    torn = sorted(last.glob("*.safetensors"))[-1]
+    good = torn.read_bytes()
+    torn.write_bytes(good[:100])
+    everything = sorted(path for path in parts.iterdir() if path.is_dir())
+    for partial, some in ((False, everything), (True, [last])):
+        with pytest.raises(UserError, match="must be the shard the manifest describes"):
+            one(folder, settings(), parts=some, partial=partial)
+        assert not shards(folder)
+        manifest = read_manifest(folder)
+        assert manifest is None or manifest.next_index == 0
+    torn.write_bytes(good)
+    one(folder, settings(), parts=everything)
+    assert shards(folder) == shards(whole[0])

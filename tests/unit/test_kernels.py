@@ -213,3 +213,26 @@ def test_packing_takes_our_norm_in_half_precision_only():
             torch.testing.assert_close(norm(x), wanted, rtol=2 * BF16_HALF if dtype == torch.bfloat16 else 0, atol=0)
         norm(x).sum().backward()
         assert norm.weight.grad is not None
+
+
+@needs_kernels
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [0, 5000, -300], ids=["empty", "torn", "nearly whole"])
+def test_a_torn_library_is_built_again(size, tmp_path):
+    """Loading half a library does not fail, it kills the process when the missing page is touched."""
+    code = (
+        "import torch\nfrom distill import kernels\nfrom distill.packed import PackedLinear\n"
+        "assert kernels.load() is not None, kernels.why_not()\n"
+        "w, x = torch.randn(32, 64).bfloat16(), torch.randn(3, 64).bfloat16()\n"
+        "assert ((PackedLinear(w)(x).double() - x.double() @ w.double().T).abs() < 0.2).all()\n"
+    )
+    environment = dict(os.environ, XDG_CACHE_HOME=str(tmp_path))
+    run = [sys.executable, "-c", code]
+    subprocess.run(run, env=environment, check=True)
+    [built] = (tmp_path / "draftsmith" / "kernels").glob("*.so")
+    whole = built.read_bytes()
+    built.write_bytes(whole[:size])
+    done = subprocess.run(run, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(built.read_bytes()) >= len(whole) - 300
+    assert sorted(path.suffix for path in built.parent.iterdir()) == [".sha256", ".so"]
