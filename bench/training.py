@@ -36,7 +36,7 @@ class Sizes:
     length: int = 2048
     steps: int = 7
     draft_vocab: int = 8192
-    repeats: int = 2
+    repeats: int = 3
     large_vocab: int = 49152
     vocab_length: int = 1024
     vocab_steps: int = 3

@@ -5,10 +5,12 @@ any other head is left to autograd.
 """
 
 from collections.abc import Callable, Mapping
-from typing import Protocol, TypeGuard
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from distill.products import is_bare, product
 
 
 class Head(Protocol):
@@ -29,29 +31,6 @@ def head_of(head: Callable[[Tensor], Tensor], sums: Mapping[int, Tensor]) -> Hea
         sums: id(weight) -> where its gradient is added up, fp32 or wider, for the weights that want one.
     """
     return _Linear(head.weight, sums.get(id(head.weight))) if is_bare(head) else _Any(head, sums)
-
-
-def is_bare(head: object) -> TypeGuard[nn.Linear]:
-    """Whether calling ``head`` is one matrix product and nothing else."""
-    # A subclass, a replaced forward, or a hook that gathers a divided weight must be called to be right.
-    return (
-        isinstance(head, nn.Linear)
-        and type(head).forward is nn.Linear.forward
-        and "forward" not in vars(head)
-        and head.bias is None
-        and not head._forward_hooks
-        and not head._forward_pre_hooks
-    )
-
-
-def product(x_NI: Tensor, weight_OI: Tensor) -> Tensor:
-    """x W^T, not differentiable; on a CPU in fp32 oneDNN is 10 to 40 % faster than the BLAS behind ``@``."""
-    if x_NI.device.type == "cpu" and x_NI.dtype == weight_OI.dtype == torch.float32 and len(x_NI) and _ONEDNN:
-        return torch.ops.mkldnn._linear_pointwise(x_NI, weight_OI, None, "none", [], "")
-    return x_NI @ weight_OI.T
-
-
-_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 class _Linear:

@@ -32,7 +32,7 @@ from distill.alignment import teacher_row
 from distill.config import opt
 from distill.divergence import Rows, pointwise, wide
 from distill.errors import UserError
-from distill.heads import Head, head_of, is_bare, product
+from distill.heads import Head, head_of
 from distill.target import Target
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
@@ -208,18 +208,11 @@ class _Teacher:
 
     def __init__(self, target: Target, last_RD: Tensor, vocab: DraftVocab | None):
         self.target, self.last_RD, self.vocab = target, last_RD, vocab
-        head = target.model.get_output_embeddings()
-        self.weight_VD = head.weight if is_bare(head) else None
-
-    def _logits(self, hidden_CD: Tensor) -> Tensor:
-        if self.weight_VD is None:
-            return self.target.logits(hidden_CD)
-        return self.target.scale_logits(product(hidden_CD.to(self.target.dtype), self.weight_VD))
 
     @torch.no_grad()
     def at(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
         """What the target says at ``rows``, as ``Rows.make`` takes it: kept logits, log-sum-exp, choice."""
-        logits_CV = self._logits(self.last_RD[rows])
+        logits_CV = self.target.logits(self.last_RD[rows])
         if self.vocab is None:
             logits_CV = wide(logits_CV)
             return logits_CV, None, logits_CV.argmax(-1)
@@ -304,7 +297,7 @@ class _ChunkedLoss(torch.autograd.Function):
         weights_K = stats.loss_K.new_tensor([p.weight for p in plan.predictions])
         ctx.grads = [*grads, *(sums[id(w)] if learn else None for w in params)]
         ctx.dtypes = [t.dtype for t in tensors]
-        return stats.loss_K @ weights_K, stats
+        return (stats.loss_K * weights_K).sum(), stats  # autocast would make a product of vectors a bf16 one
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _grad_stats: Any) -> tuple[Tensor | None, ...]:

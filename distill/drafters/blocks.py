@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
+from distill.products import project
 from distill.target import TargetInfo
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -91,12 +92,12 @@ class Attention(nn.Module):
         def split(x: Tensor) -> Tensor:
             return x.unflatten(-1, (-1, self.shape.head_dim)).transpose(1, 2)
 
-        q, k, v = split(self.q_proj(x_BLD)), split(self.k_proj(x_BLD)), split(self.v_proj(x_BLD))
+        q, k, v = (split(project(proj, x_BLD)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         return rotate(q, rotary), rotate(k, rotary), v
 
     def join(self, out_BHLK: Tensor) -> Tensor:
         """Put the heads side by side and project back to [B, L, D]."""
-        return self.o_proj(out_BHLK.transpose(1, 2).flatten(2))
+        return project(self.o_proj, out_BHLK.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -110,4 +111,4 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """down(silu(gate(x)) * up(x))."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return project(self.down_proj, F.silu(project(self.gate_proj, x)) * project(self.up_proj, x))

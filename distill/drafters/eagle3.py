@@ -27,6 +27,7 @@ from distill.drafters.base import Drafter, DrafterState
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, Rotary
 from distill.errors import UserError
 from distill.kv_cache import KVCache
+from distill.products import project
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
@@ -168,7 +169,7 @@ class Eagle3(Drafter):
         taps = [output.taps[k].to(self.fc.weight.dtype) for k in self._taps]
         if self.config.fc_norm:
             taps = [norm(x) for norm, x in zip(self.fc_norm, taps, strict=True)]
-        return self.fc(torch.cat(taps, dim=-1))
+        return project(self.fc, torch.cat(taps, dim=-1))
 
     @property
     def _decoder_layer(self) -> Layer:

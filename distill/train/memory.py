@@ -104,10 +104,11 @@ def _activations(drafter: Drafter, *, tokens: int, loss: LossConfig, low: bool, 
     hidden_gradients = tokens * steps * width * number
 
     draft = drafter.vocab.size if drafter.vocab else info.vocab_size
-    chunk = chunk_rows(loss, teacher_size=info.vocab_size, draft_size=draft, steps=steps, device=target.device)
-    chunk = min(chunk, tokens)
-    teacher = chunk * (info.vocab_size * size + 3 * draft * wide)
-    student = chunk * draft * (2 * wide + share * (steps * number + 3 * wide))
+    sizes = chunk_rows(loss, teacher_size=info.vocab_size, draft_size=draft, steps=steps, device=target.device)
+    many, few = (min(rows, tokens) for rows in sizes)
+    stays = many * draft * wide
+    teacher = many * info.vocab_size * size + stays
+    student = stays + few * draft * (2 * wide + share * (steps * number + 3 * wide))
     backward = tokens * share * drafter.backward_floats() * number
     return max(features + forward, features + kept + hidden_gradients + int(max(teacher, student, backward)))
 

@@ -166,8 +166,18 @@ def test_validation_makes_no_gradients(monkeypatch):
     assert torch.equal(got.hits_KBL, want.hits_KBL)
 
 
+def test_autocast_does_not_round_the_sum():
+    s = setting(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = run(s)
+    assert got.loss.dtype == torch.float32
+    weights = [p.weight for p in s.predictions]
+    want = sum(w * x for w, x in zip(weights, got.loss_K.tolist(), strict=True)) / (sum(weights) * s.batch.denominator)
+    torch.testing.assert_close(float(got.loss.detach()), want, rtol=1e-6, atol=0)
+
+
 def test_chunks_shrink_as_vocabularies_grow():
-    """What a chunk holds stays within the budget, whichever of the two kinds of logits is the larger."""
+    """Each kind of logits stays within its budget and fills it, and chunks of the draft's fit into the teacher's."""
     cpu = torch.device("cpu")
     for teacher, draft, steps in (
         (49152, 49152, 7),
@@ -176,11 +186,14 @@ def test_chunks_shrink_as_vocabularies_grow():
         (262144, 262144, 7),
         (64, 16, 2),
     ):
-        rows = chunk_rows(LossConfig(), teacher_size=teacher, draft_size=draft, steps=steps, device=cpu)
-        largest = max(teacher, steps * draft)
-        assert rows * largest <= CHUNK_LOGITS["cpu"] < (rows + 1) * largest
-    assert chunk_rows(LossConfig(chunk=9), teacher_size=64, draft_size=64, steps=2, device=cpu) == 9
-    assert chunk_rows(LossConfig(), teacher_size=2**30, draft_size=8, steps=2, device=cpu) == 1
+        many, few = chunk_rows(LossConfig(), teacher_size=teacher, draft_size=draft, steps=steps, device=cpu)
+        for_teacher, for_draft = CHUNK_LOGITS["cpu"]
+        assert many % few == 0
+        assert many * teacher <= for_teacher < (many + few) * teacher
+        assert few * steps * draft <= for_draft
+        assert for_draft < (few + 1) * steps * draft or few == many
+    assert chunk_rows(LossConfig(chunk=9), teacher_size=64, draft_size=64, steps=2, device=cpu) == (9, 9)
+    assert chunk_rows(LossConfig(), teacher_size=2**30, draft_size=8, steps=2, device=cpu) == (1, 1)
 
 
 # -- what counts
