@@ -236,7 +236,7 @@ def test_cache_that_counts_one_too_many(monkeypatch):
     monkeypatch.setattr(
         KVCache, "__init__", lambda self, *, capacity, **kw: true_init(self, capacity=capacity + 40, **kw)
     )
-    assert differing(Chain(2)) > 8
+    assert differing(BUSHY) > 8
 
 
 def test_cache_that_commits_to_wrong_slots(monkeypatch):

@@ -64,7 +64,7 @@ def test_all_arms_count_alike_also_at_an_end_token(target, limit):
     ending = SimpleNamespace(**vars(target))
     ending.info = SimpleNamespace(**{n: getattr(target.info, n) for n in target.info.__dataclass_fields__})
     ending.info.eos_ids = (free.ids[4],)
-    for name in ("forward", "logits", "new_cache", "embed"):
+    for name in ("forward", "logits", "new_cache", "embed", "maskless"):
         setattr(ending, name, getattr(target, name))
     expected = count_ids(free.ids, ending.info.eos_ids, limit)
     replay = ReplayDrafter(target)
