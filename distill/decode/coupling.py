@@ -46,11 +46,11 @@ class RoundNoise:
             position_BN = self.position_BP.gather(1, depths_BN)
             # With few positions hashing everything by the kernel beats the many small operations that pick.
             few = self.position_BP.numel() <= 4 and kernels.load() is not None
-            whole, vocab = self.full if few or "full" in self.__dict__ else None, self.vocab
+            whole = self.full if few or "full" in self.__dict__ else None
 
             def noise_at(ids_BNk: Tensor) -> Tensor:
                 if whole is not None:
-                    return whole.gather(1, depths_BN[:, :, None].expand(-1, -1, vocab)).gather(2, ids_BNk)
+                    return self._at(whole, depths_BN).gather(2, ids_BNk)
                 return gumbel(
                     seed=self.sampling.seed,
                     request_B=self.request_B,
@@ -65,8 +65,14 @@ class RoundNoise:
         noise_BPV = self.full
         if noise_BPV is None:
             return choose(logits_BNV, self.sampling)
-        noise_BNV = noise_BPV.gather(1, depths_BN[:, :, None].expand(-1, -1, noise_BPV.shape[2]))
-        return choose(logits_BNV, self.sampling, noise_BNV)
+        return choose(logits_BNV, self.sampling, self._at(noise_BPV, depths_BN))
+
+    def _at(self, noise_BPV: Tensor, depths_BN: Tensor) -> Tensor:
+        """Noise of each node's position, [B, N, V]; whole rows are copied, which a gather over V would not do."""
+        if noise_BPV.shape[1] == 1:
+            return noise_BPV.expand(-1, depths_BN.shape[1], -1)
+        rows_B1 = torch.arange(len(noise_BPV), device=noise_BPV.device)[:, None]
+        return noise_BPV[rows_B1, depths_BN]
 
 
 class CoupledRanker:
