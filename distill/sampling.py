@@ -120,10 +120,10 @@ def _as_int32(x: Tensor) -> Tensor:
 
 
 def _hashed(seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Tensor:
-    """The same 31-bit integers for the whole vocabulary, int32 [B, P, V], by the CPU kernel."""
+    """-v of ``gumbel`` for the whole vocabulary, fp32 [B, P, V], by the CPU kernel."""
     library = kernels.load()
     assert library is not None
-    bits = torch.empty(*position_BP.shape, vocab, dtype=torch.int32)
+    minus_v = torch.empty(*position_BP.shape, vocab, dtype=torch.float32)
     mask = 2**64 - 1
 
     def splitmix(x: int) -> int:
@@ -132,7 +132,7 @@ def _hashed(seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Te
         x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & mask
         return x ^ (x >> 31)
 
-    base, at = splitmix(seed & mask), bits.data_ptr()
+    base, at = splitmix(seed & mask), minus_v.data_ptr()
     for request, positions in zip(request_B.tolist(), position_BP.tolist(), strict=True):
         row = splitmix(base ^ (request & mask))
         for position in positions:
@@ -140,7 +140,7 @@ def _hashed(seed: int, request_B: Tensor, position_BP: Tensor, vocab: int) -> Te
             low, high = key & _MASK32, key >> 32
             library.draftsmith_hash(low - (low >> 31 << 32), high - (high >> 31 << 32), at, vocab)
             at += 4 * vocab
-    return bits
+    return minus_v
 
 
 def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids_BPk: Tensor | None = None) -> Tensor:
@@ -154,16 +154,15 @@ def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids
         ids_BPk: vocabulary ids to make noise for, [B, P, k]; all of them by default.
     """
     if ids_BPk is None and position_BP.device.type == "cpu" and kernels.load() is not None:
-        bits = _hashed(seed, request_B, position_BP, vocab)
+        return _hashed(seed, request_B, position_BP, vocab).log1p_().neg_().log_().neg_()
+    low, high = _key(seed, request_B, position_BP)
+    if ids_BPk is None:
+        ids = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
     else:
-        low, high = _key(seed, request_B, position_BP)
-        if ids_BPk is None:
-            ids = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
-        else:
-            ids = ids_BPk.to(torch.int32)
-        bits = _mix32(ids ^ _as_int32(low)[..., None])
-        bits ^= _as_int32(high)[..., None]
-        bits = _mix32(bits).bitwise_and_(0x7FFFFFFF)
+        ids = ids_BPk.to(torch.int32)
+    bits = _mix32(ids ^ _as_int32(low)[..., None])
+    bits ^= _as_int32(high)[..., None]
+    bits = _mix32(bits).bitwise_and_(0x7FFFFFFF)
     # 31 bits, so that small v (where the largest noise comes from) is exact in fp32; v stays below 1.
     v = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
     return v.neg_().log1p_().neg_().log_().neg_()

@@ -256,14 +256,18 @@ void draftsmith_rotate_write(uint16_t* qkv, const uint16_t* cos, const uint16_t*
   }
 }
 
-// out[i] = 31 bits hashed from (i, low, high): the integers behind the keyed noise, as sampling.py defines them.
-void draftsmith_hash(int32_t low, int32_t high, int32_t* out, int64_t n) {
+// out[i] = -v, v in (0, 1) made of 31 bits hashed from (i, low, high): what sampling.py turns into Gumbel noise.
+void draftsmith_hash(int32_t low, int32_t high, float* out, int64_t n) {
   auto mix = [](uint32_t x) {
     x = (x ^ (x >> 16)) * 0x21f0aaadu;
     x = (x ^ (x >> 15)) * 0xd35a2d97u;
     return x ^ (x >> 15);
   };
 #pragma omp simd
-  for (int64_t i = 0; i < n; i++) out[i] = mix(mix(uint32_t(i) ^ uint32_t(low)) ^ uint32_t(high)) & 0x7fffffffu;
+  for (int64_t i = 0; i < n; i++) {
+    const int32_t bits = mix(mix(uint32_t(i) ^ uint32_t(low)) ^ uint32_t(high)) & 0x7fffffffu;
+    const float v = (float(bits) + 0.5f) * 0x1p-31f;
+    out[i] = -(v < 1.0f - 0x1p-24f ? v : 1.0f - 0x1p-24f);
+  }
 }
 }
