@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.kv_cache import KVCache
+from distill.kv_cache import KVCache, write_slots
 
 BUCKET = 128
 """Cache slots by which attention's width grows: few shapes, and at most this many masked slots too many."""
@@ -120,6 +120,5 @@ class FixedCache:
     def write(self, layer_idx: int, k_BNHK: Tensor, v_BNHK: Tensor) -> tuple[Tensor, Tensor]:
         """As ``KVCache.write``."""
         layer = self.kv[layer_idx]
-        layer[0][self._rows_B1, :, self.slots_BN] = k_BNHK
-        layer[1][self._rows_B1, :, self.slots_BN] = v_BNHK
+        write_slots(layer, self._rows_B1, self.slots_BN, k_BNHK, v_BNHK)
         return layer[0, :, :, : self.view], layer[1, :, :, : self.view]

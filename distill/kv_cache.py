@@ -11,6 +11,12 @@ from torch import Tensor
 from transformers import Cache
 
 
+def write_slots(layer_2BHTK: Tensor, rows_B1: Tensor, slots_BN: Tensor, k_BNHK: Tensor, v_BNHK: Tensor) -> None:
+    """Put keys and values of one layer into each row's own slots."""
+    layer_2BHTK[0][rows_B1, :, slots_BN] = k_BNHK
+    layer_2BHTK[1][rows_B1, :, slots_BN] = v_BNHK
+
+
 class KVCache(Cache):
     """Preallocated cache with a length per row.
 
@@ -93,8 +99,7 @@ class KVCache(Cache):
             layer[0, 0, :, slots].copy_(k_BNHK[0].transpose(0, 1))
             layer[1, 0, :, slots].copy_(v_BNHK[0].transpose(0, 1))
         else:
-            layer[0][self._rows_B1, :, slots_BN] = k_BNHK
-            layer[1][self._rows_B1, :, slots_BN] = v_BNHK
+            write_slots(layer, self._rows_B1, slots_BN, k_BNHK, v_BNHK)
         return layer[0, :, :, : self._view], layer[1, :, :, : self._view]
 
     def update(

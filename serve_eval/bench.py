@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from distill import kernels
 from distill.config import opt, to_dict
 from distill.decode import Engine
 from distill.errors import UserError
@@ -256,6 +257,9 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
             "chat": config.chat,
             "batch_size": 1,
             "engine": config.engine,
+            # Whoever compares two results must see whether the kernels and the fused step were really used.
+            "kernels": kernels.why_not() or "used",
+            "fused": (target.fast.reason or "used") if config.engine == "fast" else "not asked for",
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),
             "threads": torch.get_num_threads(),

@@ -12,7 +12,6 @@ memory maps, a conversation at a time: the store may be far larger than the memo
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from distill.data.packing import Row
 from distill.data.prepared import PreparedData
+from distill.data.store import read_versioned
 from distill.errors import UserError
 from distill.types import TargetOutput
 
@@ -130,28 +130,15 @@ def content_hashes(data: PreparedData, *, max_len: int, count: int) -> np.ndarra
 
 
 def read_feature_manifest(folder: Path) -> FeatureManifest | None:
-    """Return a folder's manifest, None when there is none.
-
-    Raises:
-        UserError: it is damaged or of another schema version.
-    """
-    path = folder / MANIFEST
-    if not path.is_file():
-        return None
-    try:
-        fields = json.loads(path.read_bytes())
-        version = fields["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise UserError(
-                f"{path} must be a feature store of schema version {SCHEMA_VERSION}, got {version}; delete the folder "
-                "or use another data.features_folder"
-            )
-        return FeatureManifest(**fields)
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} must be the manifest of a feature store, got another or a damaged file; delete the folder or use "
-            "another data.features_folder"
-        ) from error
+    """Return a folder's manifest, None when there is none; raises as ``read_versioned``."""
+    fix = "delete the folder or use another data.features_folder"
+    return read_versioned(
+        folder / MANIFEST,
+        FeatureManifest,
+        version=SCHEMA_VERSION,
+        what="the manifest of a feature store",
+        fixes=(fix, fix),
+    )
 
 
 def verify_shards(folder: Path, manifest: FeatureManifest) -> None:

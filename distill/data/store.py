@@ -10,10 +10,10 @@ import hashlib
 import json
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError
@@ -23,6 +23,7 @@ from distill.data.conversation import Conversation
 from distill.errors import UserError
 from distill.files import Lock, write_atomic
 
+R = TypeVar("R")
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 EMPTY_HASH = hashlib.sha256(b"").hexdigest()
@@ -212,25 +213,36 @@ class Store:
         self.manifest = manifest
 
 
-def read_manifest(folder: Path) -> Manifest | None:
-    """Return a folder's manifest, None when there is none.
+def read_versioned(
+    path: Path, record: Callable[..., R], *, version: int, what: str, fixes: tuple[str, str]
+) -> R | None:
+    """Read a JSON file of one schema version into a record; None when there is none.
+
+    Args:
+        path: the file.
+        record: made of its fields.
+        version: what ``schema_version`` must be.
+        what: what the file is, for a damaged one.
+        fixes: what to do about another version, and about a damaged file.
 
     Raises:
         UserError: it is damaged or of another schema version.
     """
-    path = folder / MANIFEST
     if not path.is_file():
         return None
     try:
         fields = json.loads(path.read_bytes())
-        version = fields["schema_version"]
-        if version != SCHEMA_VERSION:
-            raise UserError(f"{path} must have schema version {SCHEMA_VERSION}, got {version}; write the data again")
-        return Manifest(**fields)
+        if (found := fields["schema_version"]) != version:
+            raise UserError(f"{path} must have schema version {version}, got {found}; {fixes[0]}")
+        return record(**fields)
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{path} must be an intact manifest, got a damaged one; delete the folder to start over"
-        ) from error
+        raise UserError(f"{path} must be {what}, got another or a damaged file; {fixes[1]}") from error
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """Return a folder's manifest, None when there is none; raises as ``read_versioned``."""
+    fixes = ("write the data again", "delete the folder to start over")
+    return read_versioned(folder / MANIFEST, Manifest, version=SCHEMA_VERSION, what="an intact manifest", fixes=fixes)
 
 
 def read_shards(folder: Path, manifest: Manifest) -> Iterator[dict[str, np.ndarray]]:

@@ -63,7 +63,6 @@ class Decoder:
         if engine not in get_args(Engine):
             raise UserError(f"engine must be one of {', '.join(get_args(Engine))}, got {engine!r}")
         self.target = target
-        self.engine = engine
         self.model: Any = target.fast if engine == "fast" else target
         """What passes go through: the target itself, or its fast twin."""
         self.drafter = drafter

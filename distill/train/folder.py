@@ -46,7 +46,7 @@ SPLIT = ("trainer.devices", "trainer.num_nodes", "trainer.batch_size", "trainer.
 
 ROUNDING = (
     *SPLIT,
-    *("trainer.strategy", "trainer.activation_checkpointing", "trainer.compile", "target.shard", "loss.chunk"),
+    *("trainer.strategy", "trainer.activation_checkpointing", "target.shard", "loss.chunk"),
 )
 """Options a resumed run may change that add the same numbers in another order: equal to rounding, not bit for bit."""
 
