@@ -4,7 +4,7 @@ A chain is a tree with one child per node; plain autoregressive decoding propose
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
 
 import torch
@@ -89,6 +89,16 @@ class Static:
     def fed(self) -> int:
         """Nodes the drafter processes per round."""
         return 1 + sum(len(level.grown) for level in self.levels)
+
+    @cached_property
+    def fed_row(self) -> tuple[int, ...]:
+        """For every node the place in the order of feeding, -1 for leaves."""
+        rows, fed = [0], 1
+        for level in self.levels:
+            place = {node: fed + i for i, node in enumerate(level.grown)}
+            rows += [place.get(i, -1) for i in range(len(level.rank))]
+            fed += len(level.grown)
+        return tuple(rows)
 
     def __str__(self) -> str:
         return f"chain({self.depth})" if self.name == "chain" else f"static(nodes={self.n_nodes}, depth={self.depth})"
@@ -197,6 +207,12 @@ class Ranker(Protocol):
     def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
         """Return scores_BFW for the children of nodes at ``depth``."""
 
+    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
+        """Log of the chance that each child is what the target says, from its score ``top_BFk`` among all."""
+
+    def distribution(self, logits_BFW: Tensor) -> Tensor | None:
+        """What the children are drawn from, where they are drawn."""
+
 
 def grow(drafter: _Steps, state: Any, plan: Plan, root_B: Tensor, ranker: Ranker) -> DraftTree:
     """Draft one tree under every root.
@@ -209,10 +225,9 @@ def grow(drafter: _Steps, state: Any, plan: Plan, root_B: Tensor, ranker: Ranker
         ranker: maps logits at a depth to scores; its ``candidates`` labels the tree.
     """
     if isinstance(plan, Dynamic):
-        tokens, parents = _grow_dynamic(drafter, state, plan, root_B, ranker)
-    else:
-        tokens, parents = _grow_static(drafter, state, plan, root_B, ranker)
-    return DraftTree(tokens_BN=tokens, parents_BN=parents, max_depth=plan.depth, candidates=ranker.candidates)
+        assert ranker.candidates != "sampled", "reranking by sampled scores would bias what was drawn"
+        return _grow_dynamic(drafter, state, plan, root_B, ranker)
+    return _grow_static(drafter, state, plan, root_B, ranker)
 
 
 def root_only(root_B: Tensor) -> DraftTree:
@@ -251,14 +266,18 @@ def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
         return torch.tensor(values, device=device)
 
 
-def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -> tuple[Tensor, Tensor]:
+def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -> DraftTree:
     batch, device = len(root_B), root_B.device
-    tokens, parents = [root_B[:, None]], [0]
+    tokens, parents, drawn = [root_B[:, None]], [0], []
     frontier = _first(root_B)
     for level in plan.levels:
-        scores_BFW = ranker(drafter.step(state, frontier), frontier.depth)
+        logits_BFW = drafter.step(state, frontier)
+        scores_BFW = ranker(logits_BFW, frontier.depth)
+        q_BFW = ranker.distribution(logits_BFW)
+        if q_BFW is not None:
+            drawn.append(q_BFW.expand(-1, frontier.tokens_BF.shape[1], -1))
         width = min(max(level.rank) + 1, scores_BFW.shape[-1])
-        ranked_BFR = scores_BFW.topk(width, dim=-1).indices
+        ranked_BFR = scores_BFW.topk(width, dim=-1).indices.expand(-1, frontier.tokens_BF.shape[1], -1)
         parent = _constant(level.parent_local, device)
         rank = _constant(level.rank, device)
         ids_BC = drafter.to_target_ids(ranked_BFR[:, parent, rank.clamp(max=width - 1)])
@@ -268,10 +287,17 @@ def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -
         if level.grown:
             grown = _constant(level.grown, device)
             frontier = _next(frontier, ids_BC[:, grown].clamp(min=0), parent[grown].expand(batch, -1))
-    return torch.cat(tokens, 1), _constant(tuple(parents), device).expand(batch, -1)
+    return DraftTree(
+        tokens_BN=torch.cat(tokens, 1),
+        parents_BN=_constant(tuple(parents), device).expand(batch, -1),
+        max_depth=plan.depth,
+        candidates=ranker.candidates,
+        q_BFW=torch.cat(drawn, 1) if drawn else None,
+        q_row_N=_constant(plan.fed_row, device) if drawn else None,
+    )
 
 
-def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker) -> tuple[Tensor, Tensor]:
+def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker) -> DraftTree:
     batch = len(root_B)
     frontier = _first(root_B)
     value_BF = torch.zeros(batch, 1, device=root_B.device)
@@ -280,9 +306,11 @@ def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker)
     for depth in range(plan.depth):
         scores = ranker(drafter.step(state, frontier), depth)
         k = min(plan.top_k, scores.shape[-1])
-        top = scores.log_softmax(-1).topk(k, dim=-1)
-        ids_BC = drafter.to_target_ids(top.indices).flatten(1)
-        value_BC = (value_BF[:, :, None] + top.values.to(value_BF.dtype)).flatten(1)
+        top = scores.topk(k, dim=-1)
+        chance_BFk = ranker.log_chance(scores, top.values, depth).to(value_BF.dtype)
+        value_BC = (value_BF[:, :, None] + chance_BFk).flatten(1)
+        ids_BFk = drafter.to_target_ids(top.indices)
+        ids_BC = ids_BFk.expand(-1, value_BF.shape[1], -1).flatten(1)
         tokens.append(ids_BC)
         values.append(value_BC)
         above.append(above_BF[:, :, None].expand(-1, -1, k).flatten(1))
@@ -298,4 +326,9 @@ def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker)
     parent_above = above_BM.gather(1, kept)
     parents = torch.where(parent_above < 0, 0, torch.searchsorted(kept, parent_above.clamp(min=0)) + 1)
     zeros = torch.zeros_like(root_B)[:, None]
-    return torch.cat([root_B[:, None], token_BM.gather(1, kept)], 1), torch.cat([zeros, parents], 1)
+    return DraftTree(
+        tokens_BN=torch.cat([root_B[:, None], token_BM.gather(1, kept)], 1),
+        parents_BN=torch.cat([zeros, parents], 1),
+        max_depth=plan.depth,
+        candidates=ranker.candidates,
+    )

@@ -86,6 +86,8 @@ class StepPrediction:
         mask_BL: bool, from ``alignment.py``.
         weight: weight of this step in the total.
         kind: ``logits`` (a loss on distributions) or ``feature`` (a regression on ``feature_target_BLD``).
+        drafted: False for a term that trains something else than a draft (Medusa-2's own next token): it counts in the
+            loss, and not in accuracies and the simulated acceptance length.
         feature_target_BLD: what ``hidden_BLD`` should equal, for feature regression.
     """
 
@@ -95,6 +97,7 @@ class StepPrediction:
     mask_BL: Tensor
     weight: float
     kind: Kind = "logits"
+    drafted: bool = True
     feature_target_BLD: Tensor | None = None
 
 
@@ -107,14 +110,17 @@ class DraftTree:
         parents_BN: index of each node's parent; the root's is 0.
         max_depth: depth of the deepest node the plan can grow (root = 0); a host integer.
         candidates: how the tokens were picked.
-        q_BNW: distribution node n's children were drawn from, in index order (``sampled`` only).
+        q_BFW: warped distributions over the draft vocabulary, one for every node that was grown on; its children were
+            drawn from it without replacement, in index order (``sampled`` only).
+        q_row_N: row of ``q_BFW`` for every node, -1 for the leaves (``sampled`` only).
     """
 
     tokens_BN: Tensor
     parents_BN: Tensor
     max_depth: int
     candidates: Candidates
-    q_BNW: Tensor | None = None
+    q_BFW: Tensor | None = None
+    q_row_N: Tensor | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -96,3 +96,11 @@ class CoupledRanker:
         # What the filters drop ranks last, in its own order: better than arbitrary ids when k exceeds them.
         scores = torch.where(torch.isinf(warped), logits - 1e4, warped)
         return scores + noise_BW[:, None]
+
+    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
+        """Softmax of the scores, [B, F, k]."""
+        return top_BFk - scores_BFW.logsumexp(-1, keepdim=True)
+
+    def distribution(self, logits_BFW: Tensor) -> None:
+        """Nothing is drawn."""
+        return

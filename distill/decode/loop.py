@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from distill.attention import tree_mask
 from distill.decode.coupling import RoundNoise
@@ -21,7 +21,6 @@ from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.graphs import Graphs
 from distill.kv_cache import KVCache
-from distill.packed import Packing
 from distill.sampling import Sampling
 from distill.target import Target
 from distill.tree import Dynamic, Plan, geometry, root_only
@@ -66,8 +65,8 @@ class Decoder:
         self.model: Any = target.fast if engine == "fast" else target
         """What passes go through: the target itself, or its fast twin."""
         self.drafter = drafter
-        if isinstance(drafter, nn.Module) and engine == "fast":
-            Packing(drafter)
+        if isinstance(drafter, Drafter) and engine == "fast":
+            drafter.accelerate()
         self.plan = plan
         self.sampling = sampling or Sampling()
         self.drafting: Drafting | None = None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from distill.errors import UserError
 from distill.kv_cache import KVCache
+from distill.packed import Packing
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
@@ -40,6 +41,10 @@ class Drafter(nn.Module, ABC):
     Config: ClassVar[type]
     max_depth: int | None = None
     """Deepest node this drafter can propose; None = any (recurrent drafters)."""
+    soft: ClassVar[bool] = True
+    """Whether ``step`` gives a distribution (False: scores that only rank, e.g. prompt lookup)."""
+    trainable: ClassVar[bool] = True
+    """False for baselines without weights, which need no checkpoint."""
 
     def __init__(self, config: Any, target: Target, vocab: DraftVocab | None = None):
         super().__init__()
@@ -57,6 +62,10 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def taps(cls, config: Any, info: TargetInfo) -> tuple[int, ...]:
         """Tap indices this drafter reads, ascending and distinct (``TargetOutput`` convention)."""
+
+    def rollout(self, batch: Batch) -> Batch:
+        """Change a batch before the target reads it (on-policy distillation writes its own answers into it)."""
+        return batch
 
     @abstractmethod
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
@@ -87,6 +96,10 @@ class Drafter(nn.Module, ABC):
         """Numbers per token the backward pass of one step adds to what is kept, for the memory estimate."""
         return 0.0
 
+    def accelerate(self) -> None:
+        """Prepare the weights for fast decoding; called once by the fast engine. Values stay as they are."""
+        Packing(self)
+
     @abstractmethod
     def new_state(self, batch_size: int, capacity: int) -> DrafterState:
         """Return an empty decoding state for ``capacity`` committed tokens plus any drafted ones."""
@@ -115,7 +128,10 @@ class Drafter(nn.Module, ABC):
 
     @abstractmethod
     def step(self, state: Any, frontier: Frontier) -> Tensor:
-        """Return logits_BFW over the draft vocabulary for the children of each frontier node."""
+        """Return logits_BFW over the draft vocabulary for the children of each frontier node.
+
+        A drafter whose logits at a depth are the same for all nodes (Medusa) may return logits_B1W.
+        """
 
     @abstractmethod
     def rollback(self, state: Any) -> None:

@@ -23,7 +23,7 @@ from distill.types import Batch, TargetOutput
 
 def step_loss(drafter: Drafter, batch: Batch, config: LossConfig) -> LossResult:
     """One micro step: target features, the drafter's predictions, the loss (a sum over positions / denominator)."""
-    target = drafter.target
+    target, batch = drafter.target, drafter.rollout(batch)
     output = batch.features if batch.features is not None else target_features(drafter, batch)
     predictions = drafter.training_steps(batch, output)
     return losses.total(predictions, batch, output, target=target, vocab=drafter.vocab, config=config)
