@@ -5,7 +5,8 @@ import copy
 import torch
 from torch import Tensor
 
-from distill.drafters.eagle3 import Eagle3, Eagle3State
+from distill.drafters.eagle3 import Eagle3
+from distill.drafters.recurrent import RecurrentState
 from distill.types import Frontier
 
 
@@ -29,7 +30,7 @@ class ForcedEagle3(Eagle3):
         self._recorded_T.copy_(torch.tensor(recorded))
         self._accepted.fill_(accepted)
 
-    def step(self, state: Eagle3State, frontier: Frontier) -> Tensor:
+    def step(self, state: RecurrentState, frontier: Frontier) -> Tensor:
         """The drafter's logits with the recorded token put first, or, below the accepted depth, its neighbour."""
         logits_BFW = super().step(state, frontier)
         # The cache ends before the root, so its length is the root's position.

@@ -8,6 +8,7 @@ import importlib
 from distill.errors import UserError, did_you_mean
 
 DRAFTERS: dict[str, str] = {
+    "eagle1": "distill.drafters.eagle1:Eagle1",
     "eagle3": "distill.drafters.eagle3:Eagle3",
 }
 

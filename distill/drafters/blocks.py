@@ -6,10 +6,12 @@ that reads a cache. The layer does not know which, so both run the same weights 
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -18,6 +20,16 @@ from distill.target import TargetInfo
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BHLK, k_BGLK, v_BGLK), rotated -> out_BHLK."""
+
+
+def kept(part: Callable[..., Any], *args: Any) -> Any:
+    """Call ``part``; autograd keeps what its backward pass reads."""
+    return part(*args)
+
+
+def recomputed(part: Callable[..., Any], *args: Any) -> Any:
+    """Call ``part``, which is computed again in the backward pass; it must not draw random numbers."""
+    return checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)
 
 
 @dataclass(frozen=True, kw_only=True)

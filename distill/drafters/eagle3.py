@@ -8,28 +8,22 @@ target at step 0, its own previous output afterwards (training-time test). It sp
     out = h + mlp(post_attention_layernorm(h))
     q   = lm_head(norm(out)),   next g = out  (norm(out) with EAGLE-3.1's norm_output)
 
-The query at step k sees the step-0 keys up to i and its own keys of steps 1..k, which is exactly what a
-drafted node sees: the prefix made from true features, and its ancestors.
+What is shared with EAGLE-1, attention over steps included, is in ``recurrent.py``.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from distill import alignment
-from distill.attention import Documents, attend, attend_with_own, segments, tree_mask
 from distill.config import opt
-from distill.drafters.base import Drafter, DrafterState
-from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, Rotary
+from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, kept, recomputed
+from distill.drafters.recurrent import Recurrent, block_shape
 from distill.errors import UserError
-from distill.kv_cache import KVCache
 from distill.products import project
 from distill.target import Target, TargetInfo
-from distill.types import Batch, Frontier, StepPrediction, TargetOutput
+from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
 
@@ -78,7 +72,7 @@ class Layer(nn.Module):
 
     def forward(self, embeds_BLD: Tensor, g_BLD: Tensor, rotary: tuple[Tensor, Tensor], attend_: Attend) -> Tensor:
         """Return out_BLD, before the final norm."""
-        run = _recomputed if self.recompute and torch.is_grad_enabled() else _kept
+        run = recomputed if self.recompute and torch.is_grad_enabled() else kept
         residual, q, k, v = run(self._before, embeds_BLD, g_BLD, rotary)
         h = residual + self.self_attn.join(attend_(q, k, v))
         return run(self._after, h)
@@ -93,29 +87,7 @@ class Layer(nn.Module):
         return h_BLD + self.mlp(self.post_attention_layernorm(h_BLD))
 
 
-def _kept(part: Callable[..., Any], *args: Any) -> Any:
-    return part(*args)
-
-
-def _recomputed(part: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(part, *args, use_reentrant=False, preserve_rng_state=False)  # a layer without randomness
-
-
-@dataclass(kw_only=True)
-class Eagle3State(DrafterState):
-    """Decoding state.
-
-    Attributes:
-        last_B1D: layer output at the last stable position, which speaks about the token after the root.
-        outputs_BFD: layer outputs of the frontier before, the features its children read.
-    """
-
-    cache: KVCache
-    last_B1D: Tensor
-    outputs_BFD: Tensor | None = field(default=None)
-
-
-class Eagle3(Drafter):
+class Eagle3(Recurrent):
     """The EAGLE-3 drafter."""
 
     name = "eagle3"
@@ -124,19 +96,10 @@ class Eagle3(Drafter):
     vocab: DraftVocab
 
     def __init__(self, config: Eagle3Config, target: Target, vocab: DraftVocab):
-        super().__init__(config, target, vocab)
         info = target.info
-        shape = BlockShape(
-            hidden=info.hidden_size,
-            intermediate=config.intermediate_size or info.intermediate_size,
-            n_heads=info.n_heads,
-            n_kv_heads=info.n_kv_heads,
-            head_dim=info.head_dim,
-            eps=info.rms_norm_eps,
-        )
-        self.shape = shape
+        shape = block_shape(info, config.intermediate_size)
+        super().__init__(config, target, vocab, shape)
         self._taps = self.taps(config, info)
-        self.rotary = Rotary(info, shape.head_dim)
         self.fc = nn.Linear(len(self._taps) * shape.hidden, shape.hidden, bias=False)
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(RMSNorm(shape.hidden, shape.eps) for _ in self._taps)
@@ -164,8 +127,8 @@ class Eagle3(Drafter):
 
     # -- the step shared by training and drafting
 
-    def fuse(self, output: TargetOutput) -> Tensor:
-        """Fused feature g_BLD of step 0 from the target's taps, low to high."""
+    def features(self, output: TargetOutput) -> Tensor:
+        """Fused taps, low to high."""
         taps = [output.taps[k].to(self.fc.weight.dtype) for k in self._taps]
         if self.config.fc_norm:
             taps = [norm(x) for norm, x in zip(self.fc_norm, taps, strict=True)]
@@ -177,12 +140,18 @@ class Eagle3(Drafter):
         assert isinstance(layer, Layer)
         return layer
 
-    def _layer(self, ids_BL: Tensor, g_BLD: Tensor, positions_BL: Tensor, attend_: Attend) -> Tensor:
-        embeds = self.target.embed(ids_BL).to(g_BLD.dtype)
-        return self.layers[0](embeds, g_BLD, self.rotary(positions_BL, g_BLD.dtype), attend_)
+    def run(self, ids_BL: Tensor, g_BLD: Tensor, positions_BL: Tensor, attends: Sequence[Attend]) -> Tensor:
+        """The layer's output, before the final norm."""
+        rotary = self.rotary(positions_BL, g_BLD.dtype)
+        return self.layers[0](self.embedded(ids_BL, g_BLD.dtype), g_BLD, rotary, attends[0])
 
-    def _feedback(self, out_BLD: Tensor) -> Tensor:
+    def feedback(self, out_BLD: Tensor) -> Tensor:
+        """The output, normed with EAGLE-3.1's ``norm_output``."""
         return self.norm(out_BLD) if self.config.norm_output else out_BLD
+
+    def draft_logits(self, out_BFD: Tensor) -> Tensor:
+        """The draft head over the final norm."""
+        return self.lm_head(self.norm(out_BFD))
 
     # -- training
 
@@ -214,134 +183,13 @@ class Eagle3(Drafter):
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
         """One prediction per training-time-test step; step k speaks about token t_{i+2+k}.
 
-        From step 1 on a position is read by nobody but itself, so steps are computed only where they count; hidden
-        states are 0 elsewhere. (All positions take part in step 0, whose keys are read by later ones.)
+        Hidden states are 0 where a later step does not count.
         """
-        masks = [alignment.recurrent_mask(batch, k) for k in range(self.config.ttt_steps)]
-        rows = _Chosen(masks[min(1, len(masks) - 1)])  # later masks are inside this one
-        memory = _StepMemory(segments(batch.doc_BL), rows)
-        out = self._layer(alignment.input_ids(batch, 0), self.fuse(output), batch.positions_BL, memory)
-        hiddens = [self.norm(out)]
-        out = rows.take(out)
-        for k in range(1, self.config.ttt_steps):
-            ids, positions = rows.take(alignment.input_ids(batch, k)), rows.take(batch.positions_BL + k)
-            out = self._layer(ids, self._feedback(out), positions, memory)
-            hiddens.append(rows.put(self.norm(out)))
+        outs, rows, masks = self.rollout_steps(batch, self.features(output), steps=self.config.ttt_steps)
+        hiddens = [self.norm(out) if k == 0 else rows.put(self.norm(out)) for k, out in enumerate(outs)]
         return [
             StepPrediction(
                 hidden_BLD=hidden, head=self.lm_head, shift=2 + k, mask_BL=mask, weight=self.config.step_decay**k
             )
             for k, (hidden, mask) in enumerate(zip(hiddens, masks, strict=True))
         ]
-
-    # -- drafting
-
-    def new_state(self, batch_size: int, capacity: int) -> Eagle3State:
-        """Empty state."""
-        weight = self.fc.weight
-        cache = KVCache(
-            n_layers=1,
-            batch_size=batch_size,
-            n_kv_heads=self.shape.n_kv_heads,
-            capacity=capacity,
-            head_dim=self.shape.head_dim,
-            dtype=weight.dtype,
-            device=weight.device,
-        )
-        last = torch.zeros(batch_size, 1, self.shape.hidden, dtype=weight.dtype, device=weight.device)
-        return Eagle3State(cache=cache, last_B1D=last)
-
-    def extend(
-        self,
-        state: Eagle3State,
-        ids_BL: Tensor,
-        next_B: Tensor,
-        output: TargetOutput,
-        n_B: Tensor,
-        *,
-        longest: int,
-    ) -> None:
-        """Feed the pairs (t_{i+1}, true feature i); see ``Drafter.extend``."""
-        batch, width = ids_BL.shape
-        last_B1 = (n_B - 1).clamp(min=0)[:, None]
-        follows_BL = alignment.shift_left(ids_BL, 1).scatter(1, last_B1, next_B[:, None]).clamp(min=0)
-        causal = torch.ones(width, width, dtype=torch.bool, device=ids_BL.device).tril().expand(batch, -1, -1)
-        positions_BL = state.cache.lengths_B[:, None] + torch.arange(width, device=ids_BL.device)
-        attend_ = self._cached(state.cache, causal, behind=0)
-        out_BLD = self._layer(follows_BL, self.fuse(output), positions_BL, attend_)
-        picked = out_BLD.gather(1, last_B1[:, :, None].expand(-1, -1, out_BLD.shape[2]))
-        state.last_B1D = torch.where((n_B > 0)[:, None, None], picked, state.last_B1D)
-        state.cache.advance(n_B, longest=longest)
-
-    def step(self, state: Eagle3State, frontier: Frontier) -> Tensor:
-        """Logits for the children of each frontier node; the root's come from the last ``extend``."""
-        if frontier.depth == 0:
-            out_BFD = state.last_B1D
-            state.drafted = 0
-        else:
-            assert state.outputs_BFD is not None
-            g_BFD = self._feedback(
-                state.outputs_BFD.gather(1, frontier.parent_BF[:, :, None].expand(-1, -1, self.shape.hidden))
-            )
-            ancestors = frontier.ancestors_BFM[:, :, 1:]  # the root's pair is stable, it was fed by extend
-            # Stable entries end at the root's pair, so a node of depth d sits d positions behind it.
-            positions_BF = (state.cache.lengths_B + frontier.depth - 1)[:, None].expand_as(frontier.tokens_BF)
-            attend_ = self._cached(state.cache, ancestors, behind=state.drafted)
-            out_BFD = self._layer(frontier.tokens_BF, g_BFD, positions_BF, attend_)
-            state.drafted += frontier.tokens_BF.shape[1]
-        state.outputs_BFD = out_BFD
-        return self.lm_head(self.norm(out_BFD))
-
-    def rollback(self, state: Eagle3State) -> None:
-        """Forget drafted entries: they lie behind the committed length and are overwritten."""
-        state.drafted = 0
-        state.outputs_BFD = None
-
-    def _cached(self, cache: KVCache, ancestors_BNM: Tensor, *, behind: int) -> Attend:
-        """Attention over the cache: everything committed, and each new entry's ancestors in the scratch."""
-        view = cache.begin(ancestors_BNM.shape[1], behind=behind)
-        mask = tree_mask(lengths_B=cache.lengths_B, ancestors_BNM=ancestors_BNM, view=view)
-
-        def attend_(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = cache.update(k, v, 0)
-            return attend(q, keys, values, mask.full_B1QT)
-
-        return attend_
-
-
-class _Chosen:
-    """The N positions of a packed batch where a mask is set, as one row."""
-
-    def __init__(self, mask_BL: Tensor):
-        self.shape = mask_BL.shape
-        self.index_N = mask_BL.flatten().nonzero()[:, 0]
-
-    def take(self, x: Tensor) -> Tensor:
-        """[B, L, ...] -> [1, N, ...]."""
-        return x.flatten(0, 1)[self.index_N][None]
-
-    def put(self, x: Tensor) -> Tensor:
-        """[1, N, ...] -> [B, L, ...], 0 elsewhere."""
-        whole = x.new_zeros(self.shape.numel(), *x.shape[2:])
-        return whole.index_copy(0, self.index_N, x[0]).view(*self.shape, *x.shape[2:])
-
-
-class _StepMemory:
-    """Attention of the training-time test: remembers the keys and values of the steps before.
-
-    Step 0 comes with every position, later steps with the ``rows`` where they count.
-    """
-
-    def __init__(self, documents: Documents, rows: _Chosen):
-        self.documents, self.rows = documents, rows
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if not self.seen:
-            self.seen.append((k, v))
-            return attend_with_own(q, k, v, [], self.documents)
-        q, k, v = (self.rows.put(x.transpose(1, 2)).transpose(1, 2) for x in (q, k, v))
-        self.seen.append((k, v))
-        (first_k, first_v), later = self.seen[0], self.seen[1:]
-        out = attend_with_own(q, first_k, first_v, later, self.documents)
-        return self.rows.take(out.transpose(1, 2)).transpose(1, 2)
