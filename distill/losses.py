@@ -1,26 +1,31 @@
 """Losses between the target's distribution p and the draft's q, chunked so that logits are never held whole.
 
-Per position, with p~ = p restricted to the draft vocabulary and renormalised, and p the target's
-probabilities over its full vocabulary:
+Per position, with p~ = p restricted to the draft vocabulary and renormalised, p the target's probabilities over its
+full vocabulary, and y the token that was written:
 
 * ``ce``          -sum p~ log q            (EAGLE-3, arXiv:2503.01840)
 * ``kl``          sum p~ (log p~ - log q)  (same gradient as ``ce``)
 * ``reverse_kl``  sum q (log q - log p~)
+* ``jsd``         b KL(p~ || m) + (1 - b) KL(q || m),  m = b p~ + (1 - b) q  (arXiv:2306.13649; b = ``loss.beta``)
 * ``tv``          1 - alpha,  alpha = sum min(p, q): the chance that speculative sampling accepts
 * ``lk``          -log alpha               (arXiv:2602.23881, the "alpha" form)
+* ``hard``        -log q(y)                (Medusa-1, arXiv:2401.10774)
 
-The total is sum_k w_k sum_i l_ik / (sum_k w_k * denominator). The denominator is the number of supervised
-tokens in the whole optimiser step, so the learning rate depends neither on how dense the mask is, nor on
-accumulation or ranks, nor on the number of steps k. As in EAGLE-3, positions where the target's own choice
-is outside the draft vocabulary carry no loss; they count as misses in the metrics.
+``loss.hard`` = h mixes the last one into any other: (1 - h) l + h hard. The text is the target's own, so y is what it
+said once; where the drafter wrote it (on-policy distillation), ``hard`` would teach the drafter what it does anyway.
+
+The total is sum_k w_k sum_i l_ik / (sum_k w_k * denominator), k over every prediction: steps and heads, drafted or
+not, on tokens or on features. The denominator is the number of supervised tokens in the whole optimiser step, so the
+learning rate depends neither on how dense the mask is, nor on accumulation or ranks, nor on the number of predictions.
+As in EAGLE-3, positions where the target's own choice is outside the draft vocabulary carry no loss, and none of
+``hard`` where the written token is; they count as misses in the metrics.
 
 Memory: a chunk is a few teacher rows and, for every step, the draft rows that are compared with them; the teacher's
 logits are made for several chunks at once, of which only the draft vocabulary stays. The larger the vocabularies, the
 fewer rows (``chunk_rows``), so what they take does not depend on them.
 """
 
-from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,17 +33,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distill.alignment import teacher_row
 from distill.config import opt
 from distill.divergence import Rows, pointwise, wide
 from distill.errors import UserError
 from distill.heads import Head, head_of
 from distill.target import Target
+from distill.teacher import Plan, Teacher
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
-CHUNK_LOGITS = {"cpu": (2**24, 2**22), "cuda": (2**26, 2**26)}
-"""Logits of the teacher and of the draft that exist at once. On a CPU 64 and 16 MiB in fp32: enough rows for a matrix
+CHUNK_LOGITS = {"cpu": (2**24, 2**23), "cuda": (2**26, 2**26)}
+"""Logits of the teacher and of the draft that exist at once. On a CPU 64 and 32 MiB in fp32: enough rows for a matrix
 product to be fast, few enough that what is done with them stays near the cache; on a GPU 256 MiB, which keeps it
 busy."""
 
@@ -47,7 +52,11 @@ busy."""
 class LossConfig:
     """What is minimised."""
 
-    name: Literal["ce", "kl", "reverse_kl", "tv", "lk"] = opt("ce", "ce, kl, reverse_kl, tv or lk")
+    name: Literal["ce", "kl", "reverse_kl", "jsd", "tv", "lk", "hard"] = opt(
+        "ce", "ce, kl, reverse_kl, jsd, tv, lk or hard"
+    )
+    beta: float = opt(0.5, "jsd: share of the target in the mixture, between 0 and 1; 0.5 is Jensen-Shannon")
+    hard: float = opt(0.0, "share of the cross-entropy with the written token; the rest is the loss named above")
     chunk: int | None = opt(
         None, "teacher rows whose logits exist at once; null: fewer, the larger the vocabulary; changes only memory"
     )
@@ -55,20 +64,32 @@ class LossConfig:
     def __post_init__(self) -> None:
         if self.chunk is not None and self.chunk < 1:
             raise UserError(f"loss.chunk must be at least 1, got {self.chunk}")
+        if not 0 < self.beta < 1:
+            raise UserError(f"loss.beta must be between 0 and 1, both excluded, got {self.beta}")
+        if not 0 <= self.hard <= 1:
+            raise UserError(f"loss.hard must be between 0 and 1, got {self.hard}")
+
+
+TOP = 5
+"""How many of the draft's likeliest tokens are searched for the target's choice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossResult:
-    """Loss and what to log; everything but ``loss`` is detached.
+    """Loss and what to log; everything but ``loss`` is detached. K counts the drafted predictions of kind ``logits``.
 
     Attributes:
         loss: scalar to back-propagate.
-        loss_K: unweighted sum of the loss per step; K counts the predictions of kind ``logits``.
+        loss_K: unweighted sum of the loss per step.
         hits_K: positions where the draft's argmax is the target's argmax, per step.
         alpha_K: sum of alpha per step.
         count_K: positions that count, per step.
         hits_KBL: the hits by draft start (for the simulated acceptance length).
         valid_KBL: where a step counts.
+        top_KJ: positions where the target's argmax is among the draft's 1, ..., ``TOP`` likeliest tokens (one more of
+            them per column); without gradients only, else None.
+        terms: the other predictions, (unweighted sum, positions): ``feature_j`` for regressions, ``other_j`` for what
+            is not drafted, each numbered in the order they came.
     """
 
     loss: Tensor
@@ -78,6 +99,8 @@ class LossResult:
     count_K: Tensor
     hits_KBL: Tensor
     valid_KBL: Tensor
+    top_KJ: Tensor | None
+    terms: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def total(
@@ -99,25 +122,45 @@ def total(
         vocab: the draft vocabulary, None for the full one.
         config: which loss.
     """
-    features = [_feature_loss(p) for p in predictions if p.kind == "feature"]
     scale = sum(p.weight for p in predictions) * max(batch.denominator, 1.0)  # a step without supervision: 0
+    features = [p for p in predictions if p.kind == "feature"]
+    regressions = [_feature_loss(p) for p in features]
     predictions = [p for p in predictions if p.kind == "logits"]
-    plan = _Plan.make(predictions, batch)
-    teacher = _Teacher(target, output.last_BLD.flatten(0, 1), vocab)
+    plan = Plan.make(predictions, batch)
+    teacher = Teacher(target.logits, output.last_BLD, batch.ids_BL, vocab)
     hiddens = [p.hidden_BLD.flatten(0, 1) for p in predictions]
-    modules = [p.head for p in predictions if isinstance(p.head, nn.Module)]
+    modules = [head for head, _ in plan.heads if isinstance(head, nn.Module)]
     params = list({id(w): w for head in modules for w in head.parameters() if w.requires_grad}.values())
     learn = torch.is_grad_enabled()
-    loss, stats = _ChunkedLoss.apply(plan, teacher, config, learn, len(hiddens), *hiddens, *params)
-    shape = (len(predictions), *batch.ids_BL.shape)
+    sizes = chunk_rows(
+        config,
+        teacher_size=target.info.vocab_size,
+        draft_size=vocab.size if vocab else target.info.vocab_size,
+        steps=max((len(steps) for _, steps in plan.heads), default=1),
+        device=hiddens[0].device if hiddens else output.last_BLD.device,
+    )
+    loss, work = _ChunkedLoss.apply(plan, teacher, config, sizes, learn, len(hiddens), *hiddens, *params)
+    for prediction, regression in zip(features, regressions, strict=True):
+        loss = loss + prediction.weight * regression
+    count_K = plan.valid_KR.sum(1)
+    terms = {
+        f"feature_{j}": (regression.detach(), p.mask_BL.sum())
+        for j, (p, regression) in enumerate(zip(features, regressions, strict=True))
+    }
+    others = [k for k, p in enumerate(predictions) if not p.drafted]
+    terms |= {f"other_{j}": (work.loss_K[k], count_K[k]) for j, k in enumerate(others)}
+    drafted = [k for k, p in enumerate(predictions) if p.drafted]
+    shape = (len(drafted), *batch.ids_BL.shape)
     return LossResult(
-        loss=(loss + sum(features)) / scale,
-        loss_K=stats.loss_K,
-        hits_K=stats.hits_KR.sum(1),
-        alpha_K=stats.alpha_K,
-        count_K=plan.valid_KR.sum(1),
-        hits_KBL=stats.hits_KR.view(shape),
-        valid_KBL=plan.valid_KR.view(shape),
+        loss=loss / scale,
+        loss_K=work.loss_K[drafted],
+        hits_K=work.hits_KR[drafted].sum(1),
+        alpha_K=work.alpha_K[drafted],
+        count_K=count_K[drafted],
+        hits_KBL=work.hits_KR[drafted].view(shape),
+        valid_KBL=plan.valid_KR[drafted].view(shape),
+        top_KJ=None if work.top_KJ is None else work.top_KJ[drafted],
+        terms=terms,
     )
 
 
@@ -125,6 +168,13 @@ def chunk_rows(
     config: LossConfig, *, teacher_size: int, draft_size: int, steps: int, device: torch.device
 ) -> tuple[int, int]:
     """Teacher rows whose logits exist at once, and how many of them the draft is compared with at a time.
+
+    Args:
+        config: ``chunk`` overrides both.
+        teacher_size: V.
+        draft_size: W.
+        steps: predictions that go through the same head, whose logits exist together.
+        device: what has to hold them.
 
     Both are ``config.chunk``, else what keeps logits within ``CHUNK_LOGITS``; the first is a multiple of the second.
     """
@@ -137,108 +187,69 @@ def chunk_rows(
 
 
 def _feature_loss(prediction: StepPrediction) -> Tensor:
-    """Smooth-L1 on features (EAGLE-1, arXiv:2401.15077, eq. 3), mean over D, weighted sum over positions."""
+    """Smooth-L1 on features (EAGLE-1, arXiv:2401.15077, eq. 3), mean over D, sum over positions."""
     assert prediction.feature_target_BLD is not None
     hidden, wanted = wide(prediction.hidden_BLD), wide(prediction.feature_target_BLD)
     error_BLD = F.smooth_l1_loss(hidden, wanted, reduction="none")
-    return prediction.weight * (error_BLD.mean(-1) * prediction.mask_BL).sum()
+    return (error_BLD.mean(-1) * prediction.mask_BL).sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Plan:
-    """Which flattened positions R = B*L each step counts at, and the teacher row each is compared with.
+class _Work:
+    """Compares the steps with the teacher, chunk by chunk. What a chunk needs lives no longer than it.
 
     Attributes:
-        predictions: the steps.
-        valid_KR: where a step counts.
-        rows: teacher rows any step needs, ascending.
-        positions: per step, where it counts, ascending.
-        places: per step, the index into ``rows`` of each position's teacher; also on the host.
+        grads: per step, the gradient of its hidden states; None where nothing wants it.
+        loss_K, alpha_K, hits_KR, top_KJ: as in ``LossResult``, of every prediction.
     """
 
-    predictions: Sequence[StepPrediction]
-    valid_KR: Tensor
-    rows: Tensor
-    positions: list[Tensor]
-    places: list[Tensor]
-    places_host: list[list[int]]
+    def __init__(
+        self, plan: Plan, config: LossConfig, hiddens: Sequence[Tensor], sums: Mapping[int, Tensor], *, learn: bool
+    ):
+        self.plan, self.config, self.hiddens, self.learn = plan, config, hiddens, learn
+        self.heads = [(head_of(head, sums), steps) for head, steps in plan.heads]
+        n_steps, device = len(plan.predictions), plan.valid_KR.device
+        acc = torch.float64 if any(h.dtype == torch.float64 for h in hiddens) else torch.float32
+        self.grads = [torch.zeros_like(h) if learn and h.requires_grad else None for h in hiddens]
+        self.loss_K = torch.zeros(n_steps, dtype=acc, device=device)
+        self.alpha_K = torch.zeros(n_steps, dtype=acc, device=device)
+        self.hits_KR = torch.zeros_like(plan.valid_KR)
+        # Two passes over the logits, a twentieth of the loss: training does without.
+        self.top_KJ = None if learn else torch.zeros(n_steps, TOP, dtype=torch.long, device=device)
 
-    @classmethod
-    def make(cls, predictions: Sequence[StepPrediction], batch: Batch) -> "_Plan":
-        flat = batch.loss_mask_BL.flatten()
-        valid_KR = (
-            torch.stack([p.mask_BL.flatten() for p in predictions]) if predictions else flat.new_zeros(0, len(flat))
-        )
-        positions = [valid_R.nonzero()[:, 0] for valid_R in valid_KR]
-        teachers = [at + teacher_row(p.shift) for at, p in zip(positions, predictions, strict=True)]
-        needed = torch.zeros_like(flat)
-        for rows in teachers:
-            needed[rows] = True
-        place_of = needed.cumsum(0) - 1
-        places = [place_of[rows] for rows in teachers]
-        return cls(
-            predictions=predictions,
-            valid_KR=valid_KR,
-            rows=needed.nonzero()[:, 0],
-            positions=positions,
-            places=places,
-            places_host=[place.tolist() for place in places],
-        )
+    def chunk(self, p: Rows, start: int, end: int) -> None:
+        """Everything that is compared with the teacher's rows ``start`` to ``end``."""
+        for head, steps in self.heads:
+            self._through(head, [(k, *self.plan.part(k, start, end)) for k in steps], p)
 
-    def part(self, k: int, start: int, end: int) -> tuple[Tensor, slice | Tensor]:
-        """Step k's positions whose teachers are ``rows[start:end]``, and where among those each one's teacher is."""
-        host = self.places_host[k]
-        a, b = bisect_left(host, start), bisect_left(host, end)
-        if b > a and host[b - 1] - host[a] == b - 1 - a:  # no gap: a view instead of a copy
-            return self.positions[k][a:b], slice(host[a] - start, host[b - 1] + 1 - start)
-        return self.positions[k][a:b], self.places[k][a:b] - start
+    def _through(self, head: Head, parts: Sequence[tuple[int, Tensor, slice | Tensor]], p: Rows) -> None:
+        """The steps of one head: (step, positions, places of their teachers in ``p``)."""
+        logits_NW = head.logits(torch.cat([self.hiddens[k][at] for k, at, _ in parts]))
+        counts = [len(at) for _, at, _ in parts]
+        scales = [
+            self._compare(k, at, p.take(where), logits_CW)
+            for (k, at, where), logits_CW in zip(parts, logits_NW.split(counts), strict=True)
+        ]
+        if not self.learn:
+            return
+        want = any(self.grads[k] is not None for k, _, _ in parts)
+        grad_ND = head.backward(logits_NW, torch.cat(scales), want_hidden=want)
+        if grad_ND is not None:
+            for (k, at, _), grad_CD in zip(parts, grad_ND.split(counts), strict=True):
+                if (total_RD := self.grads[k]) is not None:
+                    total_RD[at] = grad_CD.to(total_RD.dtype)
 
-
-@dataclass(kw_only=True)
-class _Stats:
-    loss_K: Tensor
-    alpha_K: Tensor
-    hits_KR: Tensor
-
-
-class _Teacher:
-    """The target's distribution at chosen rows, seen through the draft vocabulary."""
-
-    BLOCK = 8192  # vocabulary entries whose logits are widened at once
-
-    def __init__(self, target: Target, last_RD: Tensor, vocab: DraftVocab | None):
-        self.target, self.last_RD, self.vocab = target, last_RD, vocab
-
-    @torch.no_grad()
-    def at(self, rows: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
-        """What the target says at ``rows``, as ``Rows.make`` takes it: kept logits, log-sum-exp, choice."""
-        logits_CV = self.target.logits(self.last_RD[rows])
-        if self.vocab is None:
-            logits_CV = wide(logits_CV)
-            return logits_CV, None, logits_CV.argmax(-1)
-        best_C, choice_C, sums = None, rows, []
-        for start in range(0, logits_CV.shape[1], self.BLOCK):
-            block_CB = wide(logits_CV[:, start : start + self.BLOCK])
-            sums.append(block_CB.logsumexp(-1))
-            value_C, at_C = block_CB.max(-1)
-            if best_C is None:
-                best_C, choice_C = value_C, at_C
-            else:
-                choice_C = torch.where(value_C > best_C, at_C + start, choice_C)
-                best_C = torch.maximum(best_C, value_C)
-        kept_CW = wide(logits_CV.index_select(1, self.vocab.target_ids))
-        return kept_CW, torch.stack(sums).logsumexp(0), self.vocab.from_target(choice_C)
-
-    def chunks(self, rows: Tensor, sizes: tuple[int, int], *, name: str) -> Iterator[tuple[int, Rows]]:
-        """Where each chunk of ``rows`` starts, and what the loss ``name`` needs of it; sizes from ``chunk_rows``."""
-        many, few = sizes
-        for first in range(0, len(rows), many):
-            kept_CW, normaliser_C, choice_C = self.at(rows[first : first + many])
-            for start in range(0, len(choice_C), few):
-                part = slice(start, start + few)
-                whole_C = None if normaliser_C is None else normaliser_C[part]
-                yield first + start, Rows.make(name, kept_CW[part], whole_C, choice_C[part])
-            del kept_CW  # before the next ones are made
+    def _compare(self, k: int, at: Tensor, rows: Rows, logits_CW: Tensor) -> Tensor:
+        """Count one step, put the gradient in the place of its logits, and return what it is to be scaled with."""
+        self.hits_KR[k, at] = logits_CW.argmax(-1) == rows.choice_C
+        if self.top_KJ is not None:
+            self.top_KJ[k] += _top(logits_CW, rows.choice_C)
+        config = self.config
+        learned = pointwise(config.name, rows, logits_CW, beta=config.beta, hard=config.hard)
+        self.loss_K[k] += learned.loss_C.sum()
+        self.alpha_K[k] += learned.alpha_C.sum()
+        if self.learn:
+            logits_CW.copy_(learned.grad_CW)
+        return learned.counts_C.to(self.loss_K.dtype) * self.plan.predictions[k].weight
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -249,74 +260,41 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, plan: _Plan, teacher: _Teacher, config: LossConfig, learn: bool, n_hidden: int, *tensors: Tensor
-    ) -> tuple[Tensor, _Stats]:
+        ctx: Any,
+        plan: Plan,
+        teacher: Teacher,
+        config: LossConfig,
+        sizes: tuple[int, int],
+        learn: bool,
+        n_hidden: int,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, _Work]:
         hiddens, params = tensors[:n_hidden], tensors[n_hidden:]
         # Every hidden state is in one chunk; a weight is in all, and many small additions need fp32.
-        grads = [torch.zeros_like(h) if learn and h.requires_grad else None for h in hiddens]
         sums = {id(w): torch.zeros_like(wide(w)) for w in params if learn}
-        heads = _Heads(plan.predictions, sums)
-        n_steps, device = len(plan.predictions), plan.valid_KR.device
-        acc = torch.float64 if any(h.dtype == torch.float64 for h in hiddens) else torch.float32
-        stats = _Stats(
-            loss_K=torch.zeros(n_steps, dtype=acc, device=device),
-            alpha_K=torch.zeros(n_steps, dtype=acc, device=device),
-            hits_KR=torch.zeros_like(plan.valid_KR),
-        )
-        sizes = chunk_rows(
-            config,
-            teacher_size=teacher.target.info.vocab_size,
-            draft_size=teacher.vocab.size if teacher.vocab else teacher.target.info.vocab_size,
-            steps=n_steps,
-            device=device,
-        )
+        work = _Work(plan, config, hiddens, sums, learn=learn)
         # The target and the losses keep their precision; heads remember the one they were called in.
-        with torch.autocast(device.type, enabled=False):
+        with torch.autocast(plan.valid_KR.device.type, enabled=False):
             for start, p in teacher.chunks(plan.rows, sizes, name=config.name):
-                for head, steps in heads.shared:
-                    parts = [(k, *plan.part(k, start, start + sizes[1])) for k in steps]
-                    logits_NW = head.logits(torch.cat([hiddens[k][at] for k, at, _ in parts]))
-                    counts, scales = [len(at) for _, at, _ in parts], []
-                    for (k, at, where), logits_CW in zip(parts, logits_NW.split(counts), strict=True):
-                        rows = p.take(where)
-                        stats.hits_KR[k, at] = logits_CW.argmax(-1) == rows.choice_C
-                        loss_C, alpha_C, grad_CW = pointwise(config.name, rows, logits_CW)
-                        inside_C = rows.choice_C >= 0
-                        stats.loss_K[k] += torch.where(inside_C, loss_C, 0.0).sum()
-                        stats.alpha_K[k] += alpha_C.sum()
-                        scales.append(inside_C.to(acc) * plan.predictions[k].weight)
-                        logits_CW.copy_(grad_CW)  # the logits have served
-                    if not learn:
-                        continue
-                    want = [grads[k] is not None for k, _, _ in parts]
-                    grad_ND = head.backward(logits_NW, torch.cat(scales), want_hidden=any(want))
-                    if grad_ND is not None:
-                        for (k, at, _), grad_CD in zip(parts, grad_ND.split(counts), strict=True):
-                            if (total_RD := grads[k]) is not None:
-                                total_RD[at] = grad_CD.to(total_RD.dtype)
-        weights_K = stats.loss_K.new_tensor([p.weight for p in plan.predictions])
-        ctx.grads = [*grads, *(sums[id(w)] if learn else None for w in params)]
+                work.chunk(p, start, start + sizes[1])
+                del p  # before the next one is made
+        weights_K = work.loss_K.new_tensor([p.weight for p in plan.predictions])
+        ctx.grads = [*work.grads, *(sums[id(w)] if learn else None for w in params)]
         ctx.dtypes = [t.dtype for t in tensors]
-        return (stats.loss_K * weights_K).sum(), stats  # autocast would make a product of vectors a bf16 one
+        return (work.loss_K * weights_K).sum(), work  # autocast would make a product of vectors a bf16 one
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _grad_stats: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, _work: Any) -> tuple[Tensor | None, ...]:
         grads, ctx.grads = ctx.grads, None
         done = [
             None if g is None else g.mul_(grad_loss.to(g.dtype)).to(dtype)
             for g, dtype in zip(grads, ctx.dtypes, strict=True)
         ]
-        return None, None, None, None, None, *done
+        return None, None, None, None, None, None, *done
 
 
-class _Heads:
-    """The different heads of the predictions, each with the steps that speak through it."""
-
-    def __init__(self, predictions: Sequence[StepPrediction], sums: Mapping[int, Tensor]):
-        self.shared: list[tuple[Head, list[int]]] = []
-        distinct: list[Any] = []
-        for k, prediction in enumerate(predictions):
-            if prediction.head not in distinct:
-                distinct.append(prediction.head)
-                self.shared.append((head_of(prediction.head, sums), []))
-            self.shared[distinct.index(prediction.head)][1].append(k)
+def _top(logits_CW: Tensor, choice_C: Tensor) -> Tensor:
+    """Rows whose choice is among the 1, ..., ``TOP`` largest logits, [TOP]; a choice outside never is."""
+    chosen_C1 = logits_CW.gather(1, choice_C.clamp(min=0)[:, None])
+    above_C = (logits_CW > chosen_C1).sum(-1).masked_fill(choice_C < 0, logits_CW.shape[1])
+    return (above_C[:, None] < torch.arange(1, TOP + 1, device=above_C.device)).sum(0)

@@ -8,7 +8,11 @@ import importlib
 from distill.errors import UserError, did_you_mean
 
 DRAFTERS: dict[str, str] = {
+    "draft_model": "distill.drafters.draft_model:DraftModel",
+    "early_exit": "distill.drafters.early_exit:EarlyExit",
     "eagle1": "distill.drafters.eagle1:Eagle1",
+    "hydra": "distill.drafters.hydra:Hydra",
+    "medusa": "distill.drafters.medusa:Medusa",
     "eagle3": "distill.drafters.eagle3:Eagle3",
 }
 

@@ -115,6 +115,24 @@ def _key(seed: int, request_B: Tensor, position_BP: Tensor) -> tuple[Tensor, Ten
     return (key_BP & _MASK32), ((key_BP >> 32) & _MASK32)
 
 
+STREAMS = {"draft": 1, "coins": 2, "residual": 3}
+"""Further streams of keyed randomness (``decode/rejection.py``); the target's own noise is the seed's."""
+
+
+def stream_seed(seed: int, stream: str) -> int:
+    """Seed of another stream: two multiply-and-shift rounds over seed + stream * 0xD1342543DE82EF95, modulo 2**64.
+
+    A bijection of that sum: the streams of a seed differ from each other for certain, and from the seed itself but for
+    one in 2**64.
+    """
+    mask = 2**64 - 1
+    x = (seed + STREAMS[stream] * 0xD1342543DE82EF95) & mask
+    x = ((x ^ (x >> 32)) * 0xAEF17502108EF2D9) & mask
+    x = ((x ^ (x >> 29)) * 0xDA942042E4DD58B5) & mask
+    x ^= x >> 32
+    return x - 2**64 if x >= 2**63 else x
+
+
 def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 
@@ -155,17 +173,20 @@ def gumbel(*, seed: int, request_B: Tensor, position_BP: Tensor, vocab: int, ids
     """
     if ids_BPk is None and position_BP.device.type == "cpu" and kernels.load() is not None:
         return _hashed(seed, request_B, position_BP, vocab).log1p_().neg_().log_().neg_()
-    low, high = _key(seed, request_B, position_BP)
     if ids_BPk is None:
-        ids = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
-    else:
-        ids = ids_BPk.to(torch.int32)
-    bits = _mix32(ids ^ _as_int32(low)[..., None])
+        ids_BPk = torch.arange(vocab, device=position_BP.device, dtype=torch.int32)
+    v_BPk = uniform(seed=seed, request_B=request_B, position_BP=position_BP, ids_BPk=ids_BPk)
+    return v_BPk.neg_().log1p_().neg_().log_().neg_()
+
+
+def uniform(*, seed: int, request_B: Tensor, position_BP: Tensor, ids_BPk: Tensor) -> Tensor:
+    """Uniform numbers in (0, 1) in fp32, [B, P, k]: the same hash, for ids [B, P, k] or [k]."""
+    low, high = _key(seed, request_B, position_BP)
+    bits = _mix32(ids_BPk.to(torch.int32) ^ _as_int32(low)[..., None])
     bits ^= _as_int32(high)[..., None]
     bits = _mix32(bits).bitwise_and_(0x7FFFFFFF)
     # 31 bits, so that small v (where the largest noise comes from) is exact in fp32; v stays below 1.
-    v = bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    return bits.to(torch.float32).add_(0.5).mul_(2.0**-31).clamp_(max=1 - 2.0**-24)
 
 
 def choose(logits_BNV: Tensor, sampling: Sampling, noise_BNV: Tensor | None = None) -> Tensor:

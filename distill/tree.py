@@ -3,6 +3,7 @@
 A chain is a tree with one child per node; plain autoregressive decoding proposes the root alone.
 """
 
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Any, Literal, Protocol
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from distill.calibration import Calibration, best_paths, needed
 from distill.config import opt
 from distill.errors import UserError, did_you_mean
 from distill.types import DraftTree, Frontier
@@ -33,11 +35,13 @@ def geometry(parents_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
 class PlanConfig:
     """Shape of the proposal."""
 
-    name: Literal["chain", "static", "dynamic"] = opt("dynamic", "chain, static or dynamic (EAGLE-2)")
+    name: Literal["chain", "static", "calibrated", "dynamic"] = opt(
+        "dynamic", "chain, static, calibrated (static, from measured hit rates) or dynamic (EAGLE-2)"
+    )
     length: int = opt(3, "chain: drafted tokens per round")
-    depth: int = opt(4, "dynamic: deepest level drafted")
-    top_k: int = opt(4, "dynamic: children kept per node and nodes kept per level")
-    total: int = opt(12, "dynamic: nodes verified per round, the root included")
+    depth: int = opt(4, "dynamic, calibrated: deepest level drafted")
+    top_k: int = opt(4, "dynamic: children kept per node and nodes kept per level; calibrated: most children of a node")
+    total: int = opt(12, "dynamic, calibrated: nodes verified per round, the root included")
     paths: list[list[int]] = opt([], "static: ranks from the root, e.g. [[0],[1],[0,0]]; prefixes must be there")
 
 
@@ -91,6 +95,18 @@ class Static:
         return 1 + sum(len(level.grown) for level in self.levels)
 
     @cached_property
+    def prefixes(self) -> bool:
+        """Whether every node's children have the ranks 0, 1, 2, ... without gaps."""
+        known = {tuple(path) for path in self.paths}
+        return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in known for path in known)
+
+    @cached_property
+    def children(self) -> tuple[int, ...]:
+        """Children of the node that has most, for every depth of the parent."""
+        counted = Counter(tuple(path[:-1]) for path in self.paths)
+        return tuple(max(n for path, n in counted.items() if len(path) == depth) for depth in range(self.depth))
+
+    @cached_property
     def fed_row(self) -> tuple[int, ...]:
         """For every node the place in the order of feeding, -1 for leaves."""
         rows, fed = [0], 1
@@ -101,7 +117,8 @@ class Static:
         return tuple(rows)
 
     def __str__(self) -> str:
-        return f"chain({self.depth})" if self.name == "chain" else f"static(nodes={self.n_nodes}, depth={self.depth})"
+        nodes = f"(nodes={self.n_nodes}, depth={self.depth})"
+        return f"chain({self.depth})" if self.name == "chain" else self.name + nodes
 
 
 @dataclass(frozen=True)
@@ -174,13 +191,18 @@ class Dynamic:
 Plan = Static | Dynamic
 
 
-def make_plan(config: PlanConfig) -> Plan:
+def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, greedy: bool = True) -> Plan:
     """Build the plan a config names.
 
+    Args:
+        config: name and sizes.
+        calibration: the drafter's, for ``calibrated``.
+        greedy: whether the target decodes greedily: other nodes pay then than when it samples.
+
     Raises:
-        UserError: unknown name (choices listed) or impossible sizes.
+        UserError: unknown name (choices listed), impossible sizes, or no calibration where one is needed.
     """
-    names = ("chain", "static", "dynamic")
+    names = ("chain", "static", "calibrated", "dynamic")
     if config.name not in names:
         raise UserError(
             f"tree must be one of {', '.join(names)}, got {config.name!r}.{did_you_mean(config.name, names)}"
@@ -189,7 +211,17 @@ def make_plan(config: PlanConfig) -> Plan:
         return Chain(config.length)
     if config.name == "static":
         return Static(tuple(tuple(p) for p in config.paths))
-    return Dynamic(top_k=config.top_k, depth=config.depth, total=config.total)
+    sizes = {"top_k": config.top_k, "depth": config.depth, "total": config.total}
+    dynamic = Dynamic(**sizes)  # refuses impossible sizes for both
+    if config.name == "dynamic":
+        return dynamic
+    rates = needed(calibration).choices(greedy=greedy).rates()
+    if config.depth > len(rates):
+        raise UserError(
+            f"tree.depth must be at most the {len(rates)} depths measured for tree=calibrated, got {config.depth}"
+        )
+    paths = best_paths(rates, nodes=config.total - 1, depth=config.depth, children=config.top_k)
+    return Static(paths, name="calibrated")
 
 
 class _Steps(Protocol):
@@ -277,11 +309,15 @@ def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -
         if q_BFW is not None:
             drawn.append(q_BFW.expand(-1, frontier.tokens_BF.shape[1], -1))
         width = min(max(level.rank) + 1, scores_BFW.shape[-1])
-        ranked_BFR = scores_BFW.topk(width, dim=-1).indices.expand(-1, frontier.tokens_BF.shape[1], -1)
+        top = scores_BFW.topk(width, dim=-1)
+        ranked_BFR = top.indices.expand(-1, frontier.tokens_BF.shape[1], -1)
         parent = _constant(level.parent_local, device)
         rank = _constant(level.rank, device)
         ids_BC = drafter.to_target_ids(ranked_BFR[:, parent, rank.clamp(max=width - 1)])
         ids_BC = ids_BC.masked_fill(rank >= width, -1)  # a vocabulary smaller than the rank: unused node
+        if q_BFW is not None:  # filters may leave fewer tokens than children: the others are no draws
+            drawn_BFR = top.values.isfinite().expand(-1, frontier.tokens_BF.shape[1], -1)
+            ids_BC = ids_BC.where(drawn_BFR[:, parent, rank.clamp(max=width - 1)], -1)
         tokens.append(ids_BC)
         parents.extend(level.parent_global)
         if level.grown:

@@ -157,7 +157,7 @@ class Scripted:
     feed a token that was not committed.
     """
 
-    name, max_depth, vocab, config = "scripted", None, None, None
+    name, max_depth, vocab, config, soft = "scripted", None, None, None, True
 
     def __init__(self, vocab_size: int, truth: list[list[int]], skill, *, seed: int = 0, check: bool = True):
         self.vocab_size, self.truth, self.skill, self.check = vocab_size, truth, skill, check

@@ -1,7 +1,8 @@
-"""Candidates coupled to the target's noise: the drafter ranks by ``warp(q) + G`` with the G the target will use.
+"""The keyed noise of one round, and how candidates are ranked: with the target's noise, with the draft's, or without.
 
-The emitted tokens do not depend on what was drafted (see ``verify.match``), so sharing the noise is safe
-there, and it makes draft and target agree far more often than independent draws would.
+``coupled`` ranks by ``warp(q) + G`` with the G the target will use. The emitted tokens do not depend on what was
+drafted (see ``verify.match``), so sharing the noise is safe there, and it makes draft and target agree far more often
+than independent draws would. ``sampled`` ranks with noise of its own, which makes the candidates draws from q.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from distill import kernels
-from distill.sampling import Sampling, choose, choose_among_top, gumbel, warp
+from distill.calibration import Calibration, Choices
+from distill.sampling import Sampling, choose, choose_among_top, gumbel, stream_seed, uniform, warp
 from distill.types import Candidates
 
 
@@ -38,6 +40,37 @@ class RoundNoise:
         if self.sampling.greedy:
             return None
         return gumbel(seed=self.sampling.seed, request_B=self.request_B, position_BP=self.position_BP, vocab=self.vocab)
+
+    def of_stream(self, stream: str, *, vocab: int, place_B: Tensor | None = None) -> Tensor:
+        """Noise of another stream for ``vocab`` ids, [B, P, vocab], or [B, 1, vocab] at one place p of each row."""
+        position_BP = self.position_BP if place_B is None else self.position_BP.gather(1, place_B[:, None])
+        return gumbel(
+            seed=stream_seed(self.sampling.seed, stream),
+            request_B=self.request_B,
+            position_BP=position_BP,
+            vocab=vocab,
+        )
+
+    def coins(self, count: int) -> Tensor:
+        """Uniform numbers in (0, 1), [B, P, count]: one per position and place among the children offered for it."""
+        return uniform(
+            seed=stream_seed(self.sampling.seed, "coins"),
+            request_B=self.request_B,
+            position_BP=self.position_BP,
+            ids_BPk=torch.arange(count, device=self.position_BP.device),
+        )
+
+    def for_drafts(self, candidates: Candidates, columns_W: Tensor | None) -> Tensor | None:
+        """What candidates are ranked with, [B, P, W]: the target's own noise, the draft's, or none.
+
+        Args:
+            candidates: how drafts are picked.
+            columns_W: target ids of the draft vocabulary, None where it is the target's.
+        """
+        if candidates == "sampled":
+            return self.of_stream("draft", vocab=self.vocab if columns_W is None else len(columns_W))
+        noise_BPV = self.full if candidates == "coupled" else None
+        return noise_BPV if noise_BPV is None or columns_W is None else noise_BPV[:, :, columns_W]
 
     def choose(self, logits_BNV: Tensor, depths_BN: Tensor) -> Tensor:
         """The target's own token after nodes of these depths; all nodes of one depth share their noise."""
@@ -75,32 +108,107 @@ class RoundNoise:
         return noise_BPV[rows_B1, depths_BN]
 
 
-class CoupledRanker:
-    """Scores for candidates at one depth: draft logits as they are when greedy, perturbed otherwise."""
+class PlainRanker:
+    """Scores for candidates at one depth: the draft's log-odds, without noise.
 
-    def __init__(self, sampling: Sampling, noise: RoundNoise, draft_to_target: Tensor | None):
+    Args:
+        sampling: the target's; its temperature scales the scores, so that they say how likely a candidate is.
+    """
+
+    candidates: Candidates = "topk"
+    choices: Choices | None = None
+    """How far the scores can be trusted, where that was measured for them (``calibration.py``)."""
+
+    def __init__(self, sampling: Sampling):
         self.sampling = sampling
-        self.noise = noise
-        self.draft_to_target = draft_to_target
-        self.candidates: Candidates = "topk" if sampling.greedy else "coupled"
 
     def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
         """Return scores_BFW in fp32 (fp64 stays)."""
         logits = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
-        noise_BPV = self.noise.full
-        if noise_BPV is None:
-            return logits
-        noise_BV = noise_BPV[:, depth]
-        noise_BW = noise_BV if self.draft_to_target is None else noise_BV[:, self.draft_to_target]
+        return logits if self.sampling.greedy else logits / self.sampling.temperature
+
+    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
+        """Softmax of the scores, scaled as calibrated, [B, F, k]."""
+        if self.choices is not None:
+            scale = self.choices.scale(depth)
+            scores_BFW, top_BFk = scores_BFW * scale, top_BFk * scale
+        return top_BFk - scores_BFW.logsumexp(-1, keepdim=True)
+
+    def distribution(self, logits_BFW: Tensor) -> Tensor | None:
+        """Nothing is drawn."""
+        return None
+
+
+class CoupledRanker(PlainRanker):
+    """Draft logits warped as the target's, plus the noise the target will use.
+
+    Args:
+        sampling: temperature and filters; not greedy.
+        noise_BPW: the target's noise for the draft vocabulary, by depth.
+    """
+
+    candidates: Candidates = "coupled"
+
+    def __init__(self, sampling: Sampling, noise_BPW: Tensor):
+        assert not sampling.greedy, "there is no noise to couple to"
+        super().__init__(sampling)
+        self.noise_BPW = noise_BPW
+
+    def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
+        """Return scores_BFW in fp32 (fp64 stays)."""
+        logits = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
         warped = warp(logits, self.sampling)
         # What the filters drop ranks last, in its own order: better than arbitrary ids when k exceeds them.
         scores = torch.where(torch.isinf(warped), logits - 1e4, warped)
-        return scores + noise_BW[:, None]
+        return scores + self.noise_BPW[:, depth, None]
 
-    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
-        """Softmax of the scores, [B, F, k]."""
-        return top_BFk - scores_BFW.logsumexp(-1, keepdim=True)
 
-    def distribution(self, logits_BFW: Tensor) -> None:
-        """Nothing is drawn."""
-        return
+class SampledRanker(PlainRanker):
+    """Children drawn from q without replacement: the k best of log q + Gumbel noise, in that order.
+
+    The first is a draw from q, the next one from q without the first, renormalised, and so on (Kool et al.,
+    arXiv:1903.06059).
+
+    Args:
+        sampling: temperature and filters that the draft takes over from the target; not greedy.
+        noise_BPW: noise the target never sees, by depth.
+    """
+
+    candidates: Candidates = "sampled"
+
+    def __init__(self, sampling: Sampling, noise_BPW: Tensor):
+        assert not sampling.greedy, "nothing is drawn at temperature 0"
+        super().__init__(sampling)
+        self.noise_BPW = noise_BPW
+        self._warped: tuple[Tensor | None, Tensor | None] = None, None
+
+    def _warp(self, logits_BFW: Tensor) -> Tensor:
+        """Warped logits; ``grow`` asks for scores and distribution of the same logits in turn."""
+        if self._warped[0] is not logits_BFW:
+            exact = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
+            self._warped = logits_BFW, warp(exact, self.sampling)
+        warped = self._warped[1]
+        assert warped is not None
+        return warped
+
+    def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
+        """Return scores_BFW; what the filters drop stays at -inf and is no draw."""
+        return self._warp(logits_BFW) + self.noise_BPW[:, depth, None]
+
+    def distribution(self, logits_BFW: Tensor) -> Tensor:
+        """q_BFW, warped."""
+        return self._warp(logits_BFW).softmax(-1)
+
+
+def ranker(
+    candidates: Candidates, sampling: Sampling, noise_BPW: Tensor | None, calibration: Calibration | None = None
+) -> PlainRanker:
+    """The ranker for ``candidates``, with the noise of ``RoundNoise.for_drafts``."""
+    if noise_BPW is None:
+        made = PlainRanker(sampling)
+    else:
+        made = (SampledRanker if candidates == "sampled" else CoupledRanker)(sampling, noise_BPW)
+    # Uncoupled scores of a sampling target were not measured.
+    if calibration is not None and sampling.greedy == (candidates == "topk"):
+        made.choices = calibration.choices(greedy=sampling.greedy)
+    return made

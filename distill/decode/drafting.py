@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from distill.decode.coupling import CoupledRanker, RoundNoise
+from distill.decode.coupling import RoundNoise, ranker
 from distill.graphs import BUCKET, Graphs, Storage, rounded
 from distill.sampling import Sampling
 from distill.tree import Plan, grow
-from distill.types import DraftTree
+from distill.types import Candidates, DraftTree
 
 
 class Drafting:
@@ -22,12 +22,16 @@ class Drafting:
     Args:
         drafter: the drafter.
         plan: shape of the proposals.
-        sampling: decides how candidates are ranked.
+        sampling: the target's.
+        candidates: how drafts are picked.
         graphs: where growing is recorded; None runs it as it is.
     """
 
-    def __init__(self, drafter: Any, plan: Plan, sampling: Sampling, *, graphs: Graphs | None = None):
-        self.drafter, self.plan, self.sampling, self.graphs = drafter, plan, sampling, graphs
+    def __init__(
+        self, drafter: Any, plan: Plan, sampling: Sampling, *, candidates: Candidates, graphs: Graphs | None = None
+    ):
+        self.drafter, self.plan, self.sampling, self.candidates = drafter, plan, sampling, candidates
+        self.graphs = graphs if drafter.soft else None  # what a lookup finds is not made of recordable operations
         self._storage = Storage()
 
     def new_state(self, batch_size: int, capacity: int) -> Any:
@@ -42,31 +46,42 @@ class Drafting:
 
     def propose(self, state: Any, root_B: Tensor, noise: RoundNoise) -> DraftTree:
         """Draft one tree under every root and forget what the drafter wrote meanwhile."""
+        columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
+        noise_BPW = noise.for_drafts(self.candidates, columns)
         if self.graphs is None or state.cache is None:
-            return self._grow(state, root_B, noise)
+            tree = self._grow(state, root_B, noise_BPW)
+            return tree if self.drafter.soft or root_B.device.type != "cpu" else trimmed(tree)
         names = [f.name for f in fields(state) if isinstance(getattr(state, f.name), Tensor)]
-        cache, full_BPV = state.cache, noise.full
+        cache = state.cache
         # Every replay must attend to as many slots as the recording: the last of the bucket.
-        end = rounded(cache.longest + self.plan.fed)
+        fed = self.plan.fed + state.behind
+        end = rounded(cache.longest + fed)
         # Of the state itself nothing may stay in the recording, or its memory could never be handed on.
         frame = replace(state, cache=copy.copy(cache))
-        request_B, position_BP, vocab = noise.request_B, noise.position_BP, noise.vocab
+        silent = noise_BPW is None
 
         def step(root_B: Tensor, lengths_B: Tensor, *tensors: Tensor) -> DraftTree:
             fixed = copy.copy(frame.cache)
-            fixed.lengths_B, fixed.longest = lengths_B, end - self.plan.fed
+            fixed.lengths_B, fixed.longest = lengths_B, end - fed
             own = dict(zip(names, tensors, strict=False))
-            kept = RoundNoise(sampling=self.sampling, request_B=request_B, position_BP=position_BP, vocab=vocab)
-            kept.__dict__["full"] = None if self.sampling.greedy else tensors[-1]
-            return self._grow(replace(frame, cache=fixed, **own), root_B, kept)
+            return self._grow(replace(frame, cache=fixed, **own), root_B, None if silent else tensors[-1])
 
         inputs = [root_B, cache.lengths_B, *(getattr(state, name) for name in names)]
-        inputs += [] if full_BPV is None else [full_BPV]
-        return self.graphs.run(step, inputs, key=(cache.kv.data_ptr(), end, self.plan, self.sampling))
+        inputs += [] if noise_BPW is None else [noise_BPW]
+        tree = self.graphs.run(step, inputs, key=(cache.kv.data_ptr(), end, self.plan, self.sampling))
+        self.drafter.rollback(state)  # what the recording did to its own copy
+        return tree
 
-    def _grow(self, state: Any, root_B: Tensor, noise: RoundNoise) -> DraftTree:
-        columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
-        ranker = CoupledRanker(self.sampling, noise, columns)
-        tree = grow(self.drafter, state, self.plan, root_B, ranker)
+    def _grow(self, state: Any, root_B: Tensor, noise_BPW: Tensor | None) -> DraftTree:
+        calibration = getattr(self.drafter, "calibration", None)
+        ranks = ranker(self.candidates, self.sampling, noise_BPW, calibration)
+        tree = grow(self.drafter, state, self.plan, root_B, ranks)
         self.drafter.rollback(state)
         return tree
+
+
+def trimmed(tree: DraftTree) -> DraftTree:
+    """Drop the last nodes if no row uses them: a drafter with nothing to say must not cost a wider pass."""
+    used = int((tree.tokens_BN >= 0).any(0).nonzero().max()) + 1
+    depth = min(tree.max_depth, used - 1)  # nodes are sorted by depth, so fewer nodes than levels are a chain
+    return replace(tree, tokens_BN=tree.tokens_BN[:, :used], parents_BN=tree.parents_BN[:, :used], max_depth=depth)

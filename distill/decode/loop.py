@@ -15,16 +15,17 @@ from distill.attention import tree_mask
 from distill.decode.coupling import RoundNoise
 from distill.decode.drafting import Drafting
 from distill.decode.records import Generation, Request, StepRecord
+from distill.decode.rejection import rejection
 from distill.decode.rows import Rows, compact, merge
-from distill.decode.verify import check_pair, match
+from distill.decode.verify import Typical, match, resolve, typical
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.graphs import Graphs
 from distill.kv_cache import KVCache
 from distill.sampling import Sampling
 from distill.target import Target
-from distill.tree import Dynamic, Plan, geometry, root_only
-from distill.types import TargetOutput
+from distill.tree import Plan, Static, geometry, root_only
+from distill.types import Accepted, DraftTree, TargetOutput
 
 Engine = Literal["eager", "fast"]
 OnStep = Callable[[int, StepRecord | None, list[int]], None]
@@ -38,7 +39,9 @@ class Decoder:
         drafter: None decodes autoregressively.
         plan: shape of the proposals; required with a drafter.
         sampling: temperature, filters and seed.
-        verifier: ``match``.
+        verifier: ``match``, ``rejection`` or ``typical`` (not lossless); see ``decode/verify.py``.
+        candidates: how drafts are picked: ``auto`` (what suits the verifier), ``topk``, ``coupled`` or ``sampled``.
+        typical: thresholds of typical acceptance.
         engine: ``eager`` runs the target's own forward, ``fast`` the same weights with a quicker decode step
             (``target/fast.py``); drafting and plain decoding alike.
         prefill_chunk: prompt tokens per target pass.
@@ -55,6 +58,8 @@ class Decoder:
         plan: Plan | None = None,
         sampling: Sampling | None = None,
         verifier: str = "match",
+        candidates: str = "auto",
+        typical: Typical | None = None,
         engine: Engine = "eager",
         prefill_chunk: int = 512,
     ):
@@ -69,21 +74,13 @@ class Decoder:
             drafter.accelerate()
         self.plan = plan
         self.sampling = sampling or Sampling()
+        self.rule, picked = resolve(verifier, candidates, drafter=drafter, plan=plan, sampling=self.sampling)
+        self.typical = typical or Typical()
         self.drafting: Drafting | None = None
         if drafter is not None and plan is not None:
             graphs = Graphs() if engine == "fast" and target.device.type == "cuda" else None
-            self.drafting = Drafting(drafter, plan, self.sampling, graphs=graphs)
+            self.drafting = Drafting(drafter, plan, self.sampling, candidates=picked, graphs=graphs)
         self.prefill_chunk = prefill_chunk
-        check_pair(verifier, "topk" if self.sampling.greedy else "coupled")
-        if (
-            drafter is not None
-            and drafter.max_depth is not None
-            and plan is not None
-            and plan.depth > drafter.max_depth
-        ):
-            raise UserError(
-                f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}"
-            )
         self._taps = () if drafter is None else drafter.taps(drafter.config, target.info)
         self._eos = frozenset(target.info.eos_ids)
 
@@ -262,6 +259,8 @@ class Decoder:
     def _choose(self, rows: Rows, logits_BNV: Tensor, noise: RoundNoise, depths_BN: Tensor) -> Tensor:
         """The target's own token after every node."""
         picked = self._picked(rows)
+        if self.rule == "typical":
+            return logits_BNV.argmax(-1)
         if picked is None:
             return noise.choose(logits_BNV, depths_BN)
         chosen_BN = logits_BNV.argmax(-1)
@@ -286,8 +285,7 @@ class Decoder:
             tree = self.drafting.propose(rows.drafter, rows.root_B, noise)
         ancestors_BNN, depths_BN = geometry(tree.parents_BN, tree.max_depth)
         output = self._forward(rows.cache, tree.tokens_BN, depths_BN, ancestors_BNN)
-        chosen_BN = self._choose(rows, self.model.logits(output.last_BLD), noise, depths_BN)
-        accepted = match(tree, chosen_BN, depths_BN)
+        accepted = self._verify(rows, tree, self.model.logits(output.last_BLD), noise, depths_BN)
         n_B = torch.where(rows.active_B, accepted.n_B, 0)
         path_BP = accepted.path_BN
         deepest_B = torch.where(tree.tokens_BN >= 0, depths_BN, 0).amax(1)
@@ -296,7 +294,7 @@ class Decoder:
         packed = torch.cat([head_B3, path_BP, tree.tokens_BN], 1).tolist()
         counts = [row[0] for row in packed]
         rows.lengths = [length + n for length, n in zip(rows.lengths, counts, strict=True)]
-        if isinstance(self.plan, Dynamic) or tree.tokens_BN.shape[1] > tree.max_depth + 1:
+        if self.plan is not None and not (isinstance(self.plan, Static) and max(self.plan.children) == 1):
             rows.cache.commit(path_BP, n_B, longest=max(rows.lengths))
         else:  # a chain, or the root alone: every entry is where it has to be
             rows.cache.advance(n_B, longest=max(rows.lengths))
@@ -327,6 +325,19 @@ class Decoder:
             rows.results[b].steps.append(record)
             if on_step is not None:
                 on_step(b, record, kept)
+
+    def _verify(
+        self, rows: Rows, tree: DraftTree, logits_BNV: Tensor, noise: RoundNoise, depths_BN: Tensor
+    ) -> Accepted:
+        """Decide which drafts stay, by the rule."""
+        if self.rule == "typical":
+            return typical(tree, logits_BNV, self.sampling, self.typical)
+        if self.rule == "rejection":
+            assert self.drafter is not None
+            assert isinstance(self.plan, Static)
+            columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
+            return rejection(tree, logits_BNV, noise, children=self.plan.children, draft_to_target=columns)
+        return match(tree, self._choose(rows, logits_BNV, noise, depths_BN), depths_BN)
 
     def _emit(self, rows: Rows, b: int, new: list[int], *, ignore_eos: bool) -> list[int]:
         """Append to row b, cut at the end of text and at the limit; marks the row finished."""

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from distill.calibration import Calibration
 from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.packed import Packing
@@ -27,11 +28,13 @@ class DrafterState:
     """What a drafter remembers between rounds of one decode; drafters add fields in subclasses.
 
     ``cache`` holds stable entries (made from true target features) up to ``cache.lengths_B``; drafted entries
-    are written behind them and vanish with ``rollback``.
+    are written behind them and vanish with ``rollback``. ``behind`` counts cache slots the next proposal needs beside
+    those of the nodes it feeds.
     """
 
     cache: KVCache | None
     drafted: int = 0
+    behind: int = 0
 
 
 class Drafter(nn.Module, ABC):
@@ -51,6 +54,8 @@ class Drafter(nn.Module, ABC):
         self.config = config
         # A plain list hides the target from nn.Module, so it never lands in a state dict or an optimiser.
         self._target = [target]
+        self._quick = False
+        self.calibration: Calibration | None = None
         self.vocab = vocab
 
     @property
@@ -84,6 +89,11 @@ class Drafter(nn.Module, ABC):
         """How many predictions ``training_steps`` returns."""
         return 1
 
+    @property
+    def steps_per_head(self) -> int:
+        """How many of them go through the same head; the loss has the logits of these at once."""
+        return self.steps
+
     def kept_floats(self, share: float) -> float:
         """Numbers autograd keeps per token of a batch, over all steps, for the memory estimate; 0: not known.
 
@@ -97,8 +107,13 @@ class Drafter(nn.Module, ABC):
         return 0.0
 
     def accelerate(self) -> None:
-        """Prepare the weights for fast decoding; called once by the fast engine. Values stay as they are."""
+        """Prepare the weights for fast decoding; called by the fast engine. Values stay as they are."""
         Packing(self)
+        self._quick = True
+
+    def target_logits(self, hidden: Tensor) -> Tensor:
+        """The target's own head while drafting, through the fast engine where that decodes."""
+        return (self.target.fast if self._quick else self.target).logits(hidden)
 
     @abstractmethod
     def new_state(self, batch_size: int, capacity: int) -> DrafterState:

@@ -1,3 +1,4 @@
+# FOUNDER TO E: written while you seemed gone (committed); review, test (tests/parity/test_eagle1.py), improve: yours now. Delete this line.
 """EAGLE-1 (arXiv:2401.15077): the next feature from the present one and the next token, read by the target's own head.
 
 At position i and step k, with f the target's last hidden state (after the final norm),
@@ -125,7 +126,7 @@ class Eagle1(Recurrent):
 
     def draft_logits(self, out_BFD: Tensor) -> Tensor:
         """The target's own head."""
-        return self.target.logits(out_BFD)
+        return self.target_logits(out_BFD)
 
     # -- training
 

@@ -1,3 +1,4 @@
+# FOUNDER TO E: written while you seemed gone (committed); review, test (tests/parity/test_eagle1.py), improve: yours now. Delete this line.
 """What EAGLE-1 and EAGLE-3 share: a small decoder that reads (next token, feature) pairs and feeds on its own output.
 
 At position i and step k it reads the embedding of t_{i+1+k} and a feature g: made from the target's hidden states at

@@ -4,6 +4,7 @@
     model.safetensors   the drafter's own weights; ``d2t`` int64[W] offsets and ``t2d`` bool[V] when it has a vocabulary
     provenance.json     commit, versions, command line, resolved config, data hash, measured figures
     README.md           the model card
+    calibration.json    optional: how often its choices are the target's (``calibration.py``), for these weights only
 
 Nothing is guessed on loading: a flag that is missing, a tensor too many, a map that contradicts itself or another
 target is an error, never a default. Pickles are never read.
@@ -13,6 +14,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from distill.calibration import Calibration, read
 from distill.config import build, flatten, to_dict
 from distill.drafters.base import Drafter
 from distill.errors import UserError
@@ -37,6 +40,7 @@ TAP_CONVENTION = "entering"
 """Tap k is the hidden state entering layer k (``TargetOutput``); the only convention this format knows."""
 
 CONFIG, WEIGHTS, PROVENANCE, CARD = "config.json", "model.safetensors", "provenance.json", "README.md"
+CALIBRATION = "calibration.json"
 KEYS = {
     *("format", "schema_version", "drafter", "config", "tap_convention", "taps", "draft_vocab_size", "dtype"),
     *("target", "weights_sha256"),
@@ -97,7 +101,8 @@ def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = Fa
             raise UserError(f"{source} must hold {name}, got a folder without it; export the run again")
     with fresh_folder(out, what="export folder") as fresh:
         _check_free(out, overwrite=overwrite)
-        for name in (CONFIG, WEIGHTS, PROVENANCE, CARD):
+        extra = [CALIBRATION] if read_calibration(source, read_config(source)) else []
+        for name in (CONFIG, WEIGHTS, PROVENANCE, CARD, *extra):
             # Not ``copyfile``: its ``sendfile`` may end early at a limit, and that is taken for the end of the file.
             with (source / name).open("rb") as file, (fresh / name).open("wb") as copy:
                 shutil.copyfileobj(file, copy, 1 << 20)
@@ -121,6 +126,37 @@ def update_card(folder: str | Path, measured: Mapping[str, Any]) -> None:
     record["measured"] = {**record.get("measured", {}), **measured}
     write_atomic(folder / PROVENANCE, to_json(record))
     write_atomic(folder / CARD, render(config, record))
+
+
+def save_calibration(folder: str | Path, calibration: Calibration) -> Path:
+    """Write what was measured of an export's drafter beside it.
+
+    Raises:
+        UserError: no export there, or it cannot be written.
+    """
+    folder = resolve_checkpoint(folder)
+    record = asdict(replace(calibration, weights_sha256=read_config(folder)["weights_sha256"]))
+    write_atomic(folder / CALIBRATION, to_json(record))
+    return folder / CALIBRATION
+
+
+def read_calibration(folder: Path, config: Mapping) -> Calibration | None:
+    """Read an export's calibration; None where there is none.
+
+    Raises:
+        UserError: it is damaged, or was measured of other weights.
+    """
+    path = folder / CALIBRATION
+    if not path.is_file():
+        return None
+    calibration = read(read_json(path), str(path))
+    if calibration.weights_sha256 != config["weights_sha256"]:
+        got = f"one of {calibration.weights_sha256[:16] or 'unknown weights'}"
+        raise UserError(
+            f"{path} must have been measured of this checkpoint ({config['weights_sha256'][:16]}), got {got}; run "
+            f"python -m serve_eval task=calibrate checkpoint={folder}"
+        )
+    return calibration
 
 
 def _describe(drafter: Drafter) -> dict[str, Any]:
@@ -173,6 +209,7 @@ def load_drafter(
     vocab = _read_vocab(folder, config, tensors, target.info.vocab_size)
     drafter = cls(flags, target, vocab)
     _fill(folder, drafter, tensors)
+    drafter.calibration = read_calibration(folder, config)
     return drafter.to(device=target.device if device is None else device, dtype=dtype).eval()
 
 

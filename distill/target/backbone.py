@@ -1,18 +1,21 @@
 """A transformers causal LM behind our masks, caches and hidden states: what target and draft model share."""
 
+import copy
 import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from distill.attention import AttentionMask, Documents, attend_documents, packed_mask, segments
+from distill.attention import AttentionMask, Documents, attend_documents, attend_with_own, packed_mask, segments
 from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.products import is_bare, product
+from distill.target.fast import FastTarget
 from distill.target.info import FULL, SLIDING, describe, layer_kinds
 from distill.types import TargetOutput
 
@@ -24,12 +27,13 @@ class Backbone:
         model: the causal LM.
         name: what to call it in messages and records.
         tokenizer: its tokenizer; None where only ids are used.
+        n_layers: run the first layers only, then the final norm and the head; the modules are the model's own.
 
     Raises:
         UserError: the architecture cannot be run this way.
     """
 
-    def __init__(self, model: PreTrainedModel, *, name: str, tokenizer: Any = None):
+    def __init__(self, model: PreTrainedModel, *, name: str, tokenizer: Any = None, n_layers: int | None = None):
         self.model: Any = model
         self.device: torch.device = model.device
         self.dtype: torch.dtype = model.dtype
@@ -52,6 +56,15 @@ class Backbone:
         if self._head is None:
             raise UserError(f"target {name} must be a causal language model, got one without an output head")
         self.info = describe(model, name=name, tokenizer=tokenizer, kinds=self._kinds)
+        if n_layers is not None:
+            self._layers = self._layers[:n_layers]
+            self._backbone = _with_layers(self._backbone, self._layers)
+            self.info = replace(self.info, n_layers=n_layers)
+
+    @property
+    def attention(self) -> str:
+        """The model's own attention implementation: sdpa or eager."""
+        return self.config_hf._attn_implementation
 
     maskless = False
     """Whether a pass through a cache can do without a mask that hides nothing."""
@@ -143,6 +156,24 @@ class Backbone:
             )
         return TargetOutput(last_BLD=output.last_hidden_state, taps={tap: caught[tap] for tap in taps})
 
+    @torch.no_grad()
+    def forward(
+        self,
+        ids_BL: Tensor,
+        *,
+        positions_BL: Tensor | None = None,
+        mask: AttentionMask | None = None,
+        doc_BL: Tensor | None = None,
+        cache: KVCache | None = None,
+        taps: Iterable[int] = (),
+    ) -> TargetOutput:
+        """As ``run``, without gradients."""
+        return self.run(ids_BL, positions_BL=positions_BL, mask=mask, doc_BL=doc_BL, cache=cache, taps=taps)
+
+    def fast_twin(self) -> FastTarget:
+        """The same weights behind the fast engine, compared with this forward first."""
+        return FastTarget.checked(self)
+
     def new_cache(self, batch_size: int, capacity: int) -> KVCache:
         """Return an empty cache with this model's shapes for ``batch_size`` rows of ``capacity`` slots."""
         return KVCache(
@@ -211,11 +242,24 @@ def _attend_documents(
     sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
+    if q.dtype != v.dtype:  # autocast, which rotates in fp32
+        q, k = q.to(v.dtype), k.to(v.dtype)
+    plain = sliding_window is None and scaling in (None, q.shape[-1] ** -0.5)
+    if plain and torch.is_grad_enabled() and q.requires_grad:  # one backward for all documents
+        return attend_with_own(q, k, v, [], documents).transpose(1, 2), None
     out_BHLK = attend_documents(q, k, v, documents, scale=scaling, window=sliding_window)
     return out_BHLK.transpose(1, 2), None
 
 
 AttentionInterface.register(_BY_DOCUMENT, _attend_documents)
+
+
+def _with_layers(decoder: Any, layers: list[nn.Module]) -> Any:
+    """The same decoder with fewer layers: a second shell around the same modules and the same config."""
+    (name,) = (n for n, child in decoder.named_children() if isinstance(child, nn.ModuleList) and layers[0] in child)
+    short = copy.copy(decoder)
+    short._modules = {**decoder._modules, name: nn.ModuleList(layers)}
+    return short
 
 
 def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Module]:

@@ -6,6 +6,7 @@ transformers forward with packed projections. Prefill chunks, verification and p
 drafted and an undrafted run are equally fast per pass.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,6 +75,16 @@ class FastTarget:
             return cls(target, reason=f"a failure: {str(error).splitlines()[0] if str(error) else error!r}")
         return fast if same else cls(target, reason="a fused step that differed from the model's own")
 
+    def first(self, backbone: Any) -> "FastTarget":
+        """The same engine over the first layers only: ``backbone`` is the target cut short, no weight is held twice."""
+        short = copy.copy(self)
+        short.target, short.info = backbone, backbone.info
+        if self._fused is not None:
+            short._fused = self._fused.first(backbone.info.n_layers)
+            short.graphs = None if self.graphs is None else Graphs()
+        short.storage = Storage()
+        return short
+
     @torch.inference_mode()
     def _agrees(self) -> bool:
         """Run a dozen tokens through both, with masks that differ between kinds of layers."""
@@ -83,7 +94,7 @@ class FastTarget:
         causal_1NN = torch.ones(1, n, n, dtype=torch.bool, device=self.device).tril()
         taps = (0, self.info.n_layers // 2, self.info.n_layers)
         outputs = []
-        for model in (self, self.target):
+        for forward in (self.forward, self.target.run):
             cache = self.target.new_cache(1, n)
             mask = tree_mask(
                 lengths_B=cache.lengths_B,
@@ -92,7 +103,7 @@ class FastTarget:
                 depths_BM=depths_1N,
                 window=window,
             )
-            outputs.append(model.forward(ids_1N, positions_BL=depths_1N, mask=mask, cache=cache, taps=taps))
+            outputs.append(forward(ids_1N, positions_BL=depths_1N, mask=mask, cache=cache, taps=taps))
         ours, theirs = outputs
         pairs = [(ours.last_BLD, theirs.last_BLD), *((ours.taps[k], theirs.taps[k]) for k in taps)]
         # The median position: in half precision the first one, a sink of attention with a huge norm, rounds far apart.
@@ -136,7 +147,7 @@ class FastTarget:
             assert mask is not None
             self._packing.on = True
             try:
-                return self.target.forward(ids_BL, positions_BL=positions_BL, mask=mask, cache=cache, taps=taps)
+                return self.target.run(ids_BL, positions_BL=positions_BL, mask=mask, cache=cache, taps=taps)
             finally:
                 self._packing.on = False
         masks: dict[str, Tensor | None] = {}

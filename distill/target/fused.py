@@ -10,6 +10,7 @@ only, and is compared with the model's own forward before it is used. Everything
 tensors, so that it can be compiled or captured in a CUDA graph.
 """
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,12 @@ class FusedLayers:
         self.n_heads, self.n_kv_heads, self.head_dim = n_heads, n_kv_heads, head_dim
         self.norm = _norm(norm)
         self.layers = [_fuse(layer, kind) for layer, kind in zip(layers, kinds, strict=True)]
+
+    def first(self, n: int) -> "FusedLayers":
+        """Only the first ``n`` layers, followed by the same norm; the weights are shared."""
+        fewer = copy.copy(self)
+        fewer.layers = self.layers[:n]
+        return fewer
 
     def run(
         self,

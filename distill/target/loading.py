@@ -29,7 +29,7 @@ DTYPES = {
     "float64": torch.float64,
 }
 _BUILT_IN = ("smollm2", "tiny", *(f"tiny-{family}" for family in FAMILIES))
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 
 
@@ -180,7 +180,7 @@ def _from_folder(folder: Path, config: TargetConfig, device: torch.device) -> Ta
         )
         model, report = loaded
         tokenizer = None
-        if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        if any((folder / name).is_file() for name in TOKENIZER_FILES):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust)
     if missing := sorted(report["missing_keys"]):
         raise UserError(

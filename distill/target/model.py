@@ -9,13 +9,10 @@ from jinja2.exceptions import TemplateError
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from distill.attention import AttentionMask
 from distill.errors import UserError
-from distill.kv_cache import KVCache
 from distill.target import fingerprint
 from distill.target.backbone import Backbone
 from distill.target.fast import FastTarget
-from distill.types import TargetOutput
 
 
 class Target(Backbone):
@@ -56,7 +53,7 @@ class Target(Backbone):
     @cached_property
     def fast(self) -> FastTarget:
         """The same weights behind the fast engine, made (and compared with this forward) when first asked for."""
-        return FastTarget.checked(self)
+        return self.fast_twin()
 
     @torch.no_grad()
     def embed(self, ids: Tensor) -> Tensor:
@@ -67,20 +64,6 @@ class Target(Backbone):
     def head_rows(self, ids: Tensor) -> Tensor:
         """Return a copy of the output head's rows for ``ids`` [N]: [N, D]."""
         return self._head.weight[ids.to(self.device)].clone()
-
-    @torch.no_grad()
-    def forward(
-        self,
-        ids_BL: Tensor,
-        *,
-        positions_BL: Tensor | None = None,
-        mask: AttentionMask | None = None,
-        doc_BL: Tensor | None = None,
-        cache: KVCache | None = None,
-        taps: Iterable[int] = (),
-    ) -> TargetOutput:
-        """As ``Backbone.run``, without gradients."""
-        return self.run(ids_BL, positions_BL=positions_BL, mask=mask, doc_BL=doc_BL, cache=cache, taps=taps)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         """Render ``messages`` (role, content) with the chat template and return the ids.

@@ -80,11 +80,13 @@ class EvalConfig:
     n: int = opt(4, "held-out prompts decoded; 0: none")
     max_new_tokens: int = opt(48, "tokens per answer")
     depth: int = opt(5, "drafted tokens per target pass (a chain)")
+    calibrate: int = opt(8, "held-out prompts on which the export's hit rates are measured (tree=calibrated); 0: none")
 
     def __post_init__(self) -> None:
         """Refuse what cannot be decoded."""
-        if self.n < 0:
-            raise UserError(f"eval.n must not be negative, got {self.n}")
+        for name in ("n", "calibrate"):
+            if getattr(self, name) < 0:
+                raise UserError(f"eval.{name} must not be negative, got {getattr(self, name)}")
         for name in ("max_new_tokens", "depth"):
             if getattr(self, name) < 1:
                 raise UserError(f"eval.{name} must be at least 1, got {getattr(self, name)}")
@@ -108,6 +110,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Write every option of the drafter into ``drafter``, defaults included."""
         self.drafter = to_dict(self.drafter_config())
+        if self.data.features == "store" and self.drafter.get("on_policy"):
+            raise UserError(
+                "data.features must be online with drafter.on_policy, since stored features are those of the text the "
+                f"draft replaces, got {self.data.features}"
+            )
 
     def drafter_config(self) -> Any:
         """The chosen drafter's own config.

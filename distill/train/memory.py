@@ -5,6 +5,7 @@ and the size of a chunk of the loss) at the moment when most is alive: after the
 the loss works on a chunk. ``bench`` holds the count against the measured peak.
 """
 
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from distill.divergence import WITH_LOG, WORKED_ON
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.losses import LossConfig, chunk_rows
@@ -65,6 +67,7 @@ def estimate(
     low: bool = False,
     share: float = 1.0,
     shards: int = 1,
+    accumulate: bool = False,
 ) -> MemoryEstimate:
     """Count the memory of one micro step.
 
@@ -76,14 +79,19 @@ def estimate(
         low: bf16 autocast instead of the weights' precision.
         share: part of the positions that later steps count at; 1 is the most there can be.
         shards: processes that divide gradients and optimiser between them.
+        accumulate: gradients of earlier micro steps are there, and those of the heads are made beside them.
     """
     trained = sum(_bytes(p) for p in drafter.parameters() if p.requires_grad)
+    activations = _activations(drafter, tokens=rows * length, loss=loss, low=low, share=share)
+    if accumulate:
+        draft = drafter.vocab.size if drafter.vocab else drafter.target.info.vocab_size
+        activations += sum(_bytes(p) for p in drafter.parameters() if p.requires_grad and p.shape[0] == draft)
     return MemoryEstimate(
         target=module_bytes(drafter.target.model),
         weights=module_bytes(drafter),
         gradients=trained // shards,
         optimizer=2 * trained // shards,
-        activations=_activations(drafter, tokens=rows * length, loss=loss, low=low, share=share),
+        activations=activations,
     )
 
 
@@ -104,11 +112,15 @@ def _activations(drafter: Drafter, *, tokens: int, loss: LossConfig, low: bool, 
     hidden_gradients = tokens * steps * width * number
 
     draft = drafter.vocab.size if drafter.vocab else info.vocab_size
-    sizes = chunk_rows(loss, teacher_size=info.vocab_size, draft_size=draft, steps=steps, device=target.device)
-    many, few = (min(rows, tokens) for rows in sizes)
+    together = drafter.steps_per_head
+    sizes = chunk_rows(loss, teacher_size=info.vocab_size, draft_size=draft, steps=together, device=target.device)
+    many, few = (min(rows, math.ceil(share * tokens)) for rows in sizes)
     stays = many * draft * wide
-    teacher = many * info.vocab_size * size + stays
-    student = stays + few * draft * (2 * wide + share * (steps * number + 3 * wide))
+    same = draft == info.vocab_size and size == wide  # what stays are the teacher's logits themselves
+    teacher = many * info.vocab_size * size + (0 if same else stays)
+    seen = 1 + (draft < info.vocab_size) + (loss.name in WITH_LOG)
+    worked_on = WORKED_ON[loss.name] + (loss.hard > 0)
+    student = stays + few * draft * ((seen + worked_on) * wide + together * number)
     backward = tokens * share * drafter.backward_floats() * number
     return max(features + forward, features + kept + hidden_gradients + int(max(teacher, student, backward)))
 
@@ -154,6 +166,7 @@ def announce(config: TrainConfig, drafter: Drafter, *, processes: int) -> str:
         loss=config.loss,
         low=precision(config, drafter.target.device) == "bf16",
         shards=processes if config.trainer.strategy == "fsdp" else 1,
+        accumulate=config.trainer.accumulate > 1,
     )
     return refuse_unless_it_fits(need, drafter.target, rows=rows, length=length)
 

@@ -42,33 +42,44 @@ class Sums:
 
     def __init__(self) -> None:
         self.vector: Tensor | None = None
+        self.names: list[str] = []
 
     def add(self, result: LossResult, *, tokens: float, denominator: float) -> None:
         """Add one micro batch; ``tokens`` is its share of the supervised tokens of its step (``denominator``)."""
-        accepted, starts = simulated_sums(result.hits_KBL, result.valid_KBL)
         exact = torch.float32 if result.loss.device.type == "mps" else torch.float64
+        accepted, starts = simulated_sums(result.hits_KBL, result.valid_KBL)
         loss = result.loss.detach().to(exact) * denominator
-        head = torch.stack([loss, torch.full_like(loss, tokens), accepted.to(loss), starts.to(loss)])
-        new = torch.cat([head, result.hits_K.to(loss), result.alpha_K.to(loss), result.count_K.to(loss)])
+        columns = {"acc": result.hits_K, "alpha": result.alpha_K}
+        if result.top_KJ is not None:  # its first column is the accuracy, but for ties
+            columns |= {f"top{j + 1}": result.top_KJ[:, j] for j in range(1, result.top_KJ.shape[1])}
+        by_step = [f"{name}_{k}" for name in columns for k in range(len(result.count_K))]
+        self.names = ["loss", "tau", *result.terms, *by_step]
+        above = [loss, accepted, *(total for total, _ in result.terms.values())]
+        below = [torch.full_like(loss, tokens), starts, *(count for _, count in result.terms.values())]
+        counts = [result.count_K] * len(columns)
+        new = torch.stack(
+            [
+                torch.cat([torch.stack([x.to(loss) for x in single]), *(x.to(loss) for x in stepwise)])
+                for single, stepwise in ((above, columns.values()), (below, counts))
+            ]
+        )
         self.vector = new if self.vector is None else self.vector + new
 
     def means(self, prefix: str) -> dict[str, float]:
-        """Return loss, acc_k, alpha_k, tau and tokens over everything added on all ranks, and start anew."""
+        """Return the means over everything added on all ranks, and start anew.
+
+        They are loss, tau and supervised tokens, acc_k and alpha_k, the mean of every term that is no draft
+        (``LossResult.terms``), and without gradients top2_k, ...: how often the target's choice is among the draft's
+        likeliest two, ...
+        """
         assert self.vector is not None, "nothing was added"
         vector, self.vector = self.vector, None
         if dist.is_available() and dist.is_initialized():
             dist.all_reduce(vector)
-        loss, tokens, accepted, starts, *rest = vector.tolist()
-        steps = len(rest) // 3
-        hits, alpha, count = rest[:steps], rest[steps : 2 * steps], rest[2 * steps :]
-        means = {
-            "loss": loss / max(tokens, 1),
-            "tau": 1 + accepted / max(starts, 1),
-            "supervised_tokens": tokens,
-        }
-        for k in range(steps):
-            means[f"acc_{k}"] = hits[k] / max(count[k], 1)
-            means[f"alpha_{k}"] = alpha[k] / max(count[k], 1)
+        above, below = vector.tolist()
+        means = {name: a / max(b, 1) for name, a, b in zip(self.names, above, below, strict=True)}
+        means["tau"] += 1
+        means["supervised_tokens"] = below[0]
         return {f"{prefix}/{name}": value for name, value in means.items()}
 
 

@@ -19,9 +19,10 @@ from distill.data import PreparedData, load_prepared
 from distill.data.datamodule import DataModule
 from distill.data.features import FeatureStore, open_features, prepare_features
 from distill.data.together import prepare_together, write_share
+from distill.decode.calibrate import calibrate
 from distill.drafters.base import Drafter
 from distill.errors import UserError
-from distill.export import load_drafter, save_drafter, update_card
+from distill.export import load_drafter, save_calibration, save_drafter, update_card
 from distill.export.files import read_json, to_json
 from distill.files import fresh_folder, swap_folder, write_atomic
 from distill.metrics import tau
@@ -91,6 +92,12 @@ def run(config: TrainConfig) -> RunResult:
     Raises:
         UserError: anything the user can fix.
     """
+    kind: Any = drafter_class(config.drafter["name"])
+    if not kind.trainable:
+        raise UserError(
+            f"drafter must be one that is trained, got {kind.name}, which has no weights; measure it with "
+            f"python -m serve_eval task=bench drafter={kind.name}"
+        )
     world = World.detect(config.trainer)
     config = world.resolve(config)
     folder = RunFolder.choose(config, world)
@@ -140,7 +147,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
         seed=config.data.seed,
         features=stored_features(config, target, data, folder, sign),
     )
-    prompts = held_out_prompts(config, target, data)
+    prompts = held_out_prompts(config, target, data, n=config.eval.n)
     plan = frozen_plan(config, folder, drafter, datamodule, prompts)
 
     if isinstance(sign, Beacon):
@@ -168,7 +175,10 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
         return result_of(folder)
     sign.tell("exporting")
     # A divided target cannot decode here: the other processes have left the training loop.
-    export_best(config, folder, target, [] if is_sharded(target) else prompts)
+    watched = held_out_prompts(config, target, data, n=config.eval.calibrate)
+    if is_sharded(target):
+        prompts, watched = [], []
+    export_best(config, folder, target, prompts, watched)
     for tracker in trackers:
         tracker.log_export(folder.export)
         tracker.close()
@@ -264,7 +274,7 @@ def new_drafter(config: TrainConfig, target: Target, data: PreparedData, folder:
     return drafter_class(config.drafter["name"])(options, target, vocab).to(target.device)
 
 
-def held_out_prompts(config: TrainConfig, target: Target, data: PreparedData) -> list[list[int]]:
+def held_out_prompts(config: TrainConfig, target: Target, data: PreparedData, *, n: int) -> list[list[int]]:
     """The beginnings of a few held-out conversations that leave room for an answer."""
     room = target.info.max_positions - config.eval.max_new_tokens
     prompts = []
@@ -274,7 +284,7 @@ def held_out_prompts(config: TrainConfig, target: Target, data: PreparedData) ->
         prompt = prompt if len(prompt) > 1 else conversation.ids[: max(1, len(conversation.ids) // 4)].tolist()
         if len(prompt) <= room:
             prompts.append(prompt)
-    return prompts[: config.eval.n]
+    return prompts[:n]
 
 
 def build_trainer(
@@ -322,8 +332,22 @@ def build_trainer(
     )
 
 
-def export_best(config: TrainConfig, folder: RunFolder, target: Target, prompts: Sequence[list[int]]) -> None:
-    """Export the best checkpoint, load the files again and decode with them: what is measured is what is shipped."""
+def export_best(
+    config: TrainConfig,
+    folder: RunFolder,
+    target: Target,
+    prompts: Sequence[list[int]],
+    watched: Sequence[list[int]] = (),
+) -> None:
+    """Export the best checkpoint, load the files again and decode with them: what is measured is what is shipped.
+
+    Args:
+        config: of the run.
+        folder: where its checkpoints are.
+        target: the target.
+        prompts: decoded with the export.
+        watched: what its calibration is measured on.
+    """
     best = find_best(folder.checkpoints)
     drafter = trained_drafter(config, best.path, target)
     measured = {"step": best.step, **best.metrics}
@@ -334,6 +358,10 @@ def export_best(config: TrainConfig, folder: RunFolder, target: Target, prompts:
             done = decode(load_drafter(fresh, target), prompts, config.eval)
             measured["export/tau"] = tau([record for generation in done for record in generation.steps])
             update_card(fresh, measured)
+        if watched:
+            say("measuring how often its choices are the target's")
+            choices = calibrate(load_drafter(fresh, target), watched, max_new_tokens=config.eval.max_new_tokens)
+            save_calibration(fresh, choices)
         swap_folder(fresh, folder.export)
     names = {"val/tau": "simulated", "export/tau": "decoded"}
     figures = ", ".join(f"{name} {measured[key]:.2f}" for key, name in names.items() if key in measured)

@@ -89,7 +89,7 @@ def test_every_proposal_equals_the_equations(plan, flags, sampling):
 class Itself:
     """Drafts with the target's own logits over a part of the vocabulary, computed without a cache."""
 
-    name, max_depth, config = "itself", None, None
+    name, max_depth, config, soft = "itself", None, None, True
 
     def __init__(self, target, ids=None):
         self.target = target

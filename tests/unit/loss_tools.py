@@ -11,7 +11,8 @@ from distill.losses import LossConfig, total
 from distill.types import StepPrediction, TargetOutput
 from distill.vocab import choose_vocab
 
-NAMES = ("ce", "kl", "reverse_kl", "tv", "lk")
+NAMES = ("ce", "kl", "reverse_kl", "jsd", "tv", "lk", "hard")
+SOFT = NAMES[:-1]
 B, L, D, V, W, K = 2, 18, 8, 30, 17, 3
 
 
@@ -46,13 +47,13 @@ def setting(*, pruned=True, steps=K, dtype=torch.float64, seed=0, length=L, head
     )
 
 
-def run(s, name="ce", chunk=7):
-    config = LossConfig(name=name, chunk=chunk)
+def run(s, name="ce", chunk=7, **options):
+    config = LossConfig(name=name, chunk=chunk, **options)
     return total(s.predictions, s.batch, s.output, target=s.target, vocab=s.vocab, config=config)
 
 
-def one_position(name, teacher, student, ids):
-    """Loss and acceptance at one position, from full distributions over the target's vocabulary."""
+def one_position(name, teacher, student, ids, beta=0.5):
+    """Soft loss and acceptance at one position, from full distributions over the target's vocabulary."""
     p = teacher.softmax(-1)  # over everything
     kept = p[ids] / p[ids].sum()
     q = student.softmax(-1)
@@ -63,6 +64,9 @@ def one_position(name, teacher, student, ids):
         loss = (kept * (kept.log() - q.log())).sum()
     elif name == "reverse_kl":
         loss = (q * (q.log() - kept.log())).sum()
+    elif name == "jsd":
+        middle = beta * kept + (1 - beta) * q
+        loss = beta * (kept * (kept / middle).log()).sum() + (1 - beta) * (q * (q / middle).log()).sum()
     elif name == "tv":
         loss = 1 - alpha
     else:
@@ -74,8 +78,9 @@ def min_(a, b):
     return a if float(a.detach()) < float(b.detach()) else b
 
 
-def reference(s, name):
+def reference(s, name, *, beta=0.5, hard=0.0):
     """Everything ``LossResult`` holds, position by position."""
+    hard = 1.0 if name == "hard" else hard
     n = len(s.predictions)
     ids = torch.arange(V) if s.vocab is None else s.vocab.target_ids
     teacher = s.target.logits(s.output.last_BLD)
@@ -88,15 +93,34 @@ def reference(s, name):
                     continue
                 count[k] += 1
                 row = teacher[b, i + prediction.shift - 1]
-                one, alpha = one_position(name, row, logits[b, i], ids)
+                one, alpha = one_position("ce" if name == "hard" else name, row, logits[b, i], ids, beta)
                 alpha_K[k] += float(alpha.detach())
                 best = int(row.argmax())
                 hits[k, b, i] = int(ids[logits[b, i].argmax()]) == best
-                if best in ids.tolist():
-                    loss = loss + prediction.weight * one
-                    loss_K[k] += float(one.detach())
+                learned = (1 - hard) * one if best in ids.tolist() else 0.0
+                written = int(s.batch.ids_BL[b, i + prediction.shift]) if hard else -1
+                if written in ids.tolist():
+                    learned = learned - hard * logits[b, i].log_softmax(-1)[ids.tolist().index(written)]
+                loss = loss + prediction.weight * learned
+                loss_K[k] += float(torch.as_tensor(learned).detach())
     weights = sum(p.weight for p in s.predictions)
     return loss / (weights * s.batch.denominator), loss_K, alpha_K, hits.bool(), count
+
+
+def top_reference(s):
+    """Positions per step whose target choice is among the 1, ..., 5 likeliest draft tokens, by sorting."""
+    ids = list(range(V)) if s.vocab is None else s.vocab.target_ids.tolist()
+    teacher = s.target.logits(s.output.last_BLD)
+    found = []
+    for prediction in s.predictions:
+        logits, counts = prediction.head(prediction.hidden_BLD), [0] * 5
+        for b, i in prediction.mask_BL.nonzero().tolist():
+            best = int(teacher[b, i + prediction.shift - 1].argmax())
+            order = [ids[w] for w in logits[b, i].argsort(descending=True).tolist()]
+            for j in range(5):
+                counts[j] += best in order[: j + 1]
+        found.append(counts)
+    return found
 
 
 def gradients(s, loss):

@@ -252,18 +252,21 @@ def test_no_supervised_token_in_the_whole_step():
     assert all(bool((g == 0).all()) for g in gradients(s, got.loss))
 
 
-def test_choices_outside_the_vocabulary_are_misses_without_loss():
+@pytest.mark.parametrize("name", ["ce", "hard"])
+def test_choices_outside_the_vocabulary_are_misses_without_loss(name):
+    """For ``hard`` the token that was written decides, and for the metrics still the target's choice."""
     s = setting(steps=1, seed=5)
     inside = s.vocab.target_ids.tolist()
-    got = run(s)
+    got = run(s, name)
     best = s.target.logits(s.output.last_BLD).argmax(-1)
     mask = s.predictions[0].mask_BL
-    outside = [(b, i) for b, i in mask.nonzero().tolist() if int(best[b, i + 1]) not in inside]
+    decides = s.batch.ids_BL.roll(-1, 1) if name == "hard" else best  # of the row that speaks about it
+    outside = [(b, i) for b, i in mask.nonzero().tolist() if int(decides[b, i + 1]) not in inside]
     assert 0 < len(outside) < int(mask.sum())
     grad = gradients(s, got.loss)[0].abs().sum(-1)
     for b, i in mask.nonzero().tolist():
         assert (float(grad[b, i]) == 0) == ((b, i) in outside)
-        if (b, i) in outside:
+        if int(best[b, i + 1]) not in inside:
             assert not got.hits_KBL[0, b, i]
             assert got.valid_KBL[0, b, i]
     assert int(got.count_K[0]) == int(mask.sum())

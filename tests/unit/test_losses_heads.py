@@ -1,5 +1,6 @@
 """Losses: heads, precision of the teacher, feature regression, memory, single positions by hand."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distill.alignment import recurrent_mask
 from distill.divergence import Rows, pointwise
 from distill.losses import LossConfig, total
+from distill.target.tiny import tiny_target
 from distill.types import StepPrediction, TargetOutput
 
 # -- heads
@@ -30,41 +32,83 @@ class TwoLayers(nn.Module):
         return self.second(torch.tanh(self.first(x)))
 
 
-def test_head_of_several_parameters():
-    s = setting(head=TwoLayers(W))
-    learned = [p for p in s.head.parameters() if p.requires_grad]
-    want, got = reference(s, "ce")[0], run(s).loss
-    for ours, theirs in zip(torch.autograd.grad(got, learned), torch.autograd.grad(want, learned), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
-    run(s).loss.backward()
-    assert s.head.second.weight.grad is None
+def linear(width, *, bias=False, frozen=False):
+    return nn.Linear(D, width, bias=bias).double().requires_grad_(not frozen)
 
 
-def test_one_head_per_step():
-    """Medusa: each head learns from its own step alone."""
-    s = setting()
-    heads = [nn.Linear(D, W, bias=False).double() for _ in range(K)]
-    s.predictions = [
-        StepPrediction(hidden_BLD=p.hidden_BLD, head=h, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
-        for p, h in zip(s.predictions, heads, strict=True)
-    ]
-    weights = [h.weight for h in heads]
-    want, got = reference(s, "ce")[0], run(s).loss
-    for ours, theirs in zip(torch.autograd.grad(got, weights), torch.autograd.grad(want, weights), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+def capped(width):
+    """A plain function, as ``logits`` of a target that caps them."""
+    weight = torch.randn(width, D, dtype=torch.float64)
+    return lambda hidden: 3 * torch.tanh(hidden @ weight.T / 3)
 
 
-def test_frozen_head():
-    """A plain function (the target's own head) has no weights to train; the hidden states still learn."""
+def one_for_all(head):
+    return [head] * K
+
+
+HEADS = {
+    "shared": lambda width: one_for_all(linear(width)),
+    "own": lambda width: [linear(width) for _ in range(K)],
+    "frozen": lambda width: one_for_all(linear(width, frozen=True)),
+    "some frozen": lambda width: [linear(width), linear(width, frozen=True), linear(width, bias=True)],
+    "function": lambda width: one_for_all(capped(width)),
+    "several weights": lambda width: one_for_all(TwoLayers(width)),
+}
+
+
+@pytest.mark.parametrize("pruned", [True, False], ids=["pruned", "full"])
+@pytest.mark.parametrize("kind", HEADS)
+@pytest.mark.parametrize("name, hard", [*((name, 0.0) for name in NAMES), ("kl", 0.4)])
+def test_every_kind_of_head(name, hard, kind, pruned):
+    """Values and all gradients against full logits; frozen weights get none."""
+    s = setting(pruned=pruned)
+    heads = HEADS[kind](W if pruned else V)
+    s.predictions = [dataclasses.replace(p, head=head) for p, head in zip(s.predictions, heads, strict=True)]
+    modules = {id(head): head for head in heads if isinstance(head, nn.Module)}.values()
+    weights = [w for module in modules for w in module.parameters()]
+    learned = [*s.hiddens, *(w for w in weights if w.requires_grad)]
+    want, got = reference(s, name, hard=hard), run(s, name, hard=hard)
+    torch.testing.assert_close(got.loss, want[0].detach(), rtol=1e-9, atol=0)
+    assert torch.equal(got.hits_KBL, want[3])
+    pairs = zip(torch.autograd.grad(got.loss, learned), torch.autograd.grad(want[0], learned), strict=True)
+    for ours, theirs in pairs:
+        assert float(theirs.norm()) > 0
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
+    run(s, name).loss.backward()
+    assert all((w.grad is not None) == w.requires_grad for w in weights)
+
+
+def test_predictions_through_the_same_head_go_together():
+    """Equal heads are one head, also where they are bound methods, which are made anew at every look."""
     s = setting(pruned=False)
-    s.head = nn.Linear(D, V)  # nothing uses it
-    s.predictions = [
-        StepPrediction(hidden_BLD=p.hidden_BLD, head=s.target.logits, shift=p.shift, mask_BL=p.mask_BL, weight=p.weight)
-        for p in s.predictions
-    ]
+    calls = []
+
+    class Counting(Head):
+        def logits(self, hidden):
+            calls.append(len(hidden))
+            return super().logits(hidden)
+
+    target = Counting()
+    s.predictions = [dataclasses.replace(p, head=target.logits) for p in s.predictions]
+    run(s, chunk=1000)
+    assert calls == [int(sum(p.mask_BL.sum() for p in s.predictions))]
+
+
+@pytest.mark.parametrize("family, bare", [("llama", True), ("gemma2", False)])
+def test_the_targets_own_head(family, bare):
+    """Two products where the target's logits are nothing but its output layer, autograd where they are capped."""
+    s = setting(pruned=False)
+    target = tiny_target(family, vocab_size=V, hidden=D, layers=2, dtype=torch.float64)
+    assert isinstance(target.draft_head, nn.Linear) == bare
+    s.target = target
+    s.predictions = [dataclasses.replace(p, head=target.draft_head) for p in s.predictions]
     want, got = reference(s, "kl")[0], run(s, "kl").loss
+    torch.testing.assert_close(got, want.detach(), rtol=1e-9, atol=0)
     for ours, theirs in zip(torch.autograd.grad(got, s.hiddens), torch.autograd.grad(want, s.hiddens), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-14)
+        torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-13)
+
+
+# -- gradients that are there and that are not
 
 
 def test_head_over_frozen_features():
@@ -142,7 +186,11 @@ def test_feature_regression():
     s.predictions = [logits]
     ce = reference(s, "ce")[0] * 0.5 * s.batch.denominator
     s.predictions = [feature, logits]
-    both = run(s).loss
+    result = run(s)
+    both = result.loss
+    assert float(result.terms["feature_0"][0]) == pytest.approx(float(regression.detach()), rel=1e-6)
+    assert int(result.terms["feature_0"][1]) == int(result.count_K[0]) == len(rows)
+    assert result.valid_KBL.shape == (1, B, L)
     regression = sum(smooth(s.hiddens[0][b, i] - wanted[b, i]).mean() for b, i in rows)
     want = (2.0 * regression + ce) / (2.5 * s.batch.denominator)
     torch.testing.assert_close(both, want.detach(), rtol=1e-6, atol=0)
@@ -221,12 +269,24 @@ def test_pointwise_by_hand():
         "reverse_kl": 0.25 * math.log(0.25 / kept[0]) + 0.75 * math.log(0.75 / kept[1]),
         "tv": 1 - (0.25 + 0.25),  # the target's mass outside the draft's vocabulary can never be accepted
         "lk": -math.log(0.5),
+        "hard": -math.log(0.75),  # the second token was written
     }
+    middle = [0.5 * (p + q) for p, q in zip(kept, (0.25, 0.75), strict=True)]
+    want["jsd"] = 0.5 * sum(
+        x * math.log(x / m) for both in (kept, (0.25, 0.75)) for x, m in zip(both, middle, strict=True)
+    )
+    assert set(want) == set(NAMES)
     for name, value in want.items():
-        rows = Rows.make(name, logits_p[:, :2], logits_p.logsumexp(-1), torch.tensor([0]))
-        loss, alpha, _ = pointwise(name, rows, logits_q)
-        assert float(loss) == pytest.approx(value, rel=1e-12)
-        assert float(alpha) == pytest.approx(0.5, rel=1e-12)
+        rows = Rows.make(
+            name,
+            logits_p[:, :2],
+            logits_p.logsumexp(-1),
+            choice_C=torch.tensor([0]),
+            written_C=torch.tensor([1]),
+        )
+        learned = pointwise(name, rows, logits_q)
+        assert float(learned.loss_C) == pytest.approx(value, rel=1e-12)
+        assert float(learned.alpha_C) == pytest.approx(0.5, rel=1e-12)
 
 
 def test_a_draft_equal_to_the_target():
@@ -234,10 +294,10 @@ def test_a_draft_equal_to_the_target():
     s = setting(pruned=False, steps=1)
     s.output.last_BLD.copy_(s.hiddens[0].detach().roll(1, 1))
     s.target.logits = lambda hidden: hidden @ s.head.weight.detach().T
-    for name in ("kl", "reverse_kl", "tv", "lk"):
+    for name in ("kl", "reverse_kl", "jsd", "tv", "lk"):
         got = run(s, name)
         assert float(got.loss.detach()) == pytest.approx(0, abs=1e-12)
         assert got.alpha_K.tolist() == pytest.approx(got.count_K.tolist())
         assert torch.equal(got.hits_KBL, got.valid_KBL)
-        if name in ("kl", "reverse_kl"):
+        if name in ("kl", "reverse_kl", "jsd"):
             assert all(float(g.abs().max()) < 1e-12 for g in gradients(s, got.loss))

@@ -1,15 +1,20 @@
 """The memory estimate: what is exact is exact, and what cannot fit is refused before it is tried."""
 
+import drafter_tools
 import pytest
 import torch
 import train_tools as tools
 
+from bench import training
+from bench.peak import Tracker
 from distill.drafters.base import Drafter
 from distill.drafters.eagle3 import Eagle3
 from distill.errors import UserError
 from distill.losses import LossConfig
+from distill.target.tiny import tiny_target
 from distill.train import memory
 from distill.train.memory import announce, estimate, free_memory
+from distill.train.module import step_loss
 from distill.train.run import run
 from distill.train.schedule import OptimConfig, build_optimizer
 
@@ -43,6 +48,50 @@ def test_activations_grow_with_what_makes_them():
     assert activations(loss=LossConfig(chunk=99)) > base
     drafter.recompute_activations(True)
     assert activations() < 0.9 * base
+
+
+FULL = [
+    ("medusa", {}, {}),
+    ("medusa", {"head": "own"}, {}),
+    ("medusa", {"head": "own"}, {"length": 1024}),
+    ("medusa", {}, {"vocab": 20000}),
+    ("medusa", {"head": "pruned", "draft_vocab_size": 500}, {}),
+    ("draft_model", {}, {}),
+    ("draft_model", {}, {"vocab": 20000}),
+    ("eagle1", {}, {}),
+    ("eagle1", {"steps": 3}, {"length": 1024}),
+]
+
+
+@pytest.mark.parametrize("loss", [LossConfig(), LossConfig(name="jsd", hard=0.2)], ids=["ce", "jsd-hard"])
+@pytest.mark.parametrize("name, options, sizes", FULL, ids=str)
+def test_the_estimate_is_near_the_measured_peak(name, options, sizes, loss):
+    """Within a quarter, for the full vocabulary and for one head or many; of the weights' gradients, exactly."""
+    vocab, length = sizes.get("vocab", 2048), sizes.get("length", 256)
+    target = tiny_target(vocab_size=vocab, hidden=64, layers=4)
+    drafter = drafter_tools.make(name, target=target, **options).train()
+    batch = training.make_batch(vocab, length, seed=0)
+    peak, _ = training.activation_peak(drafter, lambda: step_loss(drafter, batch, loss).loss)
+    need = estimate(drafter, rows=1, length=length, loss=loss, share=0.75)
+    assert 0.75 < need.activations / peak < 1.25
+    assert need.gradients == sum(p.grad.numel() * 4 for p in drafter.parameters())
+
+
+def test_gradients_of_the_heads_are_made_beside_those_of_earlier_micro_steps():
+    """Four heads of their own, so wide that they are what there is to count."""
+    vocab, loss = 3000, LossConfig(chunk=8)
+    target = tiny_target(vocab_size=vocab, hidden=64, layers=2)
+    drafter = drafter_tools.make("medusa", target=target, head="own").train()
+    batch = training.make_batch(vocab, 64, seed=0)
+    first, second = (
+        estimate(drafter, rows=1, length=64, loss=loss, share=0.75, accumulate=again).activations
+        for again in (False, True)
+    )
+    assert second - first == sum(p.numel() * 4 for p in drafter.lm_heads.parameters())
+    step_loss(drafter, batch, loss).loss.backward()
+    with Tracker() as tracker:
+        step_loss(drafter, batch, loss).loss.backward()
+    assert 0.75 < second / tracker.peak() < 1.25
 
 
 def test_divided_weights_count_once():

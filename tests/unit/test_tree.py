@@ -70,6 +70,12 @@ class Plain:
     def __call__(self, logits_BFW, depth):
         return logits_BFW
 
+    def log_chance(self, scores_BFW, top_BFk, depth):
+        return scores_BFW.log_softmax(-1).topk(top_BFk.shape[-1]).values
+
+    def distribution(self, logits_BFW):
+        return None
+
 
 def paths_of(tokens: list[int], parents: list[int], offset: int) -> list[tuple[int, ...]]:
     paths: list[tuple[int, ...]] = [()]
