@@ -109,12 +109,12 @@ def read(record: Mapping[str, Any], where: str) -> Calibration:
             raise UserError(
                 f"{where}: schema_version must be {SCHEMA_VERSION}, got {record['schema_version']!r}; calibrate again"
             )
-        kinds = {name: Choices(**record[name]) for name in ("greedy", "coupled")}
-        for choices in kinds.values():
+        greedy, coupled = (Choices(**record[name]) for name in ("greedy", "coupled"))
+        for choices in (greedy, coupled):
             sizes = {len(choices.hits_DR), len(choices.count_D), len(choices.scale_D)}
             if len(sizes) != 1 or not all(scale > 0 for scale in choices.scale_D):
                 raise ValueError("tables of different depths")
-        return Calibration(**kinds, weights_sha256=str(record["weights_sha256"]))
+        return Calibration(greedy=greedy, coupled=coupled, weights_sha256=str(record["weights_sha256"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} must be a calibration, got a damaged one ({error}); calibrate again") from error
 

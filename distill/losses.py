@@ -34,11 +34,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distill.config import opt
-from distill.divergence import Rows, pointwise, wide
+from distill.divergence import Rows, argmax, pointwise, wide
 from distill.errors import UserError
 from distill.heads import Head, head_of
 from distill.target import Target
-from distill.teacher import Plan, Teacher
+from distill.teacher import Plan, Teacher, part_of
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
@@ -186,6 +186,13 @@ def chunk_rows(
     return teacher - teacher % draft, draft
 
 
+def piece_rows(draft_size: int, device: torch.device) -> int:
+    """Rows of draft logits that are worked on at once: on a CPU what stays in the cores' own caches."""
+    if device.type != "cpu":
+        return 2**62
+    return max(1, 2**18 * torch.get_num_threads() // draft_size)
+
+
 def _feature_loss(prediction: StepPrediction) -> Tensor:
     """Smooth-L1 on features (EAGLE-1, arXiv:2401.15077, eq. 3), mean over D, sum over positions."""
     assert prediction.feature_target_BLD is not None
@@ -225,9 +232,11 @@ class _Work:
         """The steps of one head: (step, positions, places of their teachers in ``p``)."""
         logits_NW = head.logits(torch.cat([self.hiddens[k][at] for k, at, _ in parts]))
         counts = [len(at) for _, at, _ in parts]
+        rows = piece_rows(logits_NW.shape[1], logits_NW.device)
         scales = [
-            self._compare(k, at, p.take(where), logits_CW)
+            self._compare(k, at[a : a + rows], p.take(part_of(where, a, a + rows)), logits_CW[a : a + rows])
             for (k, at, where), logits_CW in zip(parts, logits_NW.split(counts), strict=True)
+            for a in range(0, len(at), rows)
         ]
         if not self.learn:
             return
@@ -240,7 +249,7 @@ class _Work:
 
     def _compare(self, k: int, at: Tensor, rows: Rows, logits_CW: Tensor) -> Tensor:
         """Count one step, put the gradient in the place of its logits, and return what it is to be scaled with."""
-        self.hits_KR[k, at] = logits_CW.argmax(-1) == rows.choice_C
+        self.hits_KR[k, at] = argmax(logits_CW) == rows.choice_C
         if self.top_KJ is not None:
             self.top_KJ[k] += _top(logits_CW, rows.choice_C)
         config = self.config

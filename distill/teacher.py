@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from distill.alignment import teacher_row
-from distill.divergence import Rows, wide
+from distill.divergence import Rows, argmax, wide
 from distill.types import Batch, StepPrediction
 from distill.vocab import DraftVocab
 
@@ -75,6 +75,13 @@ class Plan:
         return self.positions[k][a:b], self.places[k][a:b] - start
 
 
+def part_of(places: slice | Tensor, start: int, end: int) -> slice | Tensor:
+    """``places[start:end]``."""
+    if isinstance(places, slice):
+        return slice(places.start + start, min(places.start + end, places.stop))
+    return places[start:end]
+
+
 class Teacher:
     """The target's distribution at chosen rows, and the token written after each, seen through the draft vocabulary.
 
@@ -101,7 +108,7 @@ class Teacher:
         logits_CV = self.head(self.last_RD[rows])
         if self.vocab is None:
             logits_CV = wide(logits_CV)
-            return logits_CV, None, logits_CV.argmax(-1)
+            return logits_CV, None, argmax(logits_CV)
         best_C, choice_C, sums = None, rows, []
         for start in range(0, logits_CV.shape[1], self.BLOCK):
             block_CB = wide(logits_CV[:, start : start + self.BLOCK])

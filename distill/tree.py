@@ -211,8 +211,7 @@ def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, gre
         return Chain(config.length)
     if config.name == "static":
         return Static(tuple(tuple(p) for p in config.paths))
-    sizes = {"top_k": config.top_k, "depth": config.depth, "total": config.total}
-    dynamic = Dynamic(**sizes)  # refuses impossible sizes for both
+    dynamic = Dynamic(top_k=config.top_k, depth=config.depth, total=config.total)  # refuses impossible sizes for both
     if config.name == "dynamic":
         return dynamic
     rates = needed(calibration).choices(greedy=greedy).rates()

@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.streamers import BaseStreamer
 
-from distill.decode import Decoder, Engine, StepRecord
+from distill.decode import Decoder, Engine, StepRecord, Typical
 from distill.drafters.base import Drafter
 from distill.sampling import Sampling
 from distill.target import Target
@@ -58,6 +58,8 @@ class DecoderArm:
         drafter: Drafter | None = None,
         plan: Plan | None = None,
         verifier: str = "match",
+        candidates: str = "auto",
+        typical: Typical | None = None,
         engine: Engine = "eager",
     ):
         self.kind: Kind = "ar" if plan is None else "spec"
@@ -65,7 +67,16 @@ class DecoderArm:
         self.name = self.tree or "ar"
         self.plan = plan
         drafter = drafter if plan is not None else None
-        self.decoder = Decoder(target, drafter, plan=plan, sampling=sampling, verifier=verifier, engine=engine)
+        self.decoder = Decoder(
+            target,
+            drafter,
+            plan=plan,
+            sampling=sampling,
+            verifier=verifier,
+            candidates=candidates,
+            typical=typical,
+            engine=engine,
+        )
         self._eos = target.info.eos_ids
 
     def run(self, prompt: list[int], *, request_id: int, max_new_tokens: int, ignore_eos: bool = False) -> ArmRun:

@@ -21,7 +21,7 @@ import torch
 
 from distill import kernels
 from distill.config import opt, to_dict
-from distill.decode import Engine
+from distill.decode import Engine, Typical
 from distill.errors import UserError
 from distill.export import collect, resolve_checkpoint
 from distill.export.format import read_config
@@ -59,7 +59,10 @@ class Config:
     max_minutes: float | None = opt(None, "time for the prompts; no further one is begun that would not fit")
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
     trees: list[PlanConfig] = opt([], "further plans, each an arm of its own, e.g. [{name:chain,length:3}]")
-    verifier: str = opt("match", "verification rule: match")
+    verifier: str = opt("match", "which drafts are kept: match, rejection, or typical, which is not lossless")
+    candidates: str = opt("auto", "how drafts are picked: auto (what suits the verifier), topk, coupled or sampled")
+    typical_epsilon: float = opt(0.09, "typical: a token above this probability is kept")
+    typical_delta: float = opt(0.3, "typical: and one above this times exp(-entropy)")
     engine: Engine = opt("fast", "fast, or eager: the target's own forward; all arms but hf share it")
     temperature: float = opt(0.0, "sampling temperature; 0 is greedy")
     top_k: int = opt(0, "sample among the k most likely tokens; 0 switches it off")
@@ -174,6 +177,8 @@ def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
             plan=plan,
             sampling=sampling,
             verifier=config.verifier,
+            candidates=config.candidates,
+            typical=Typical(epsilon=config.typical_epsilon, delta=config.typical_delta),
             engine=config.engine,
         )
         if arm.name in [other.name for other in arms]:

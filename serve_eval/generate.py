@@ -7,7 +7,7 @@ from rich.console import Console
 from rich.text import Text
 
 from distill.config import opt
-from distill.decode import Decoder, Engine, Generation, StepRecord
+from distill.decode import Decoder, Engine, Generation, StepRecord, Typical
 from distill.errors import UserError
 from distill.metrics import accept_by_depth, tau
 from distill.sampling import Sampling
@@ -33,7 +33,10 @@ class Config:
     prompt: str | None = opt(None, "what to ask")
     system: str | None = opt(None, "system message; null leaves it to the chat template")
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
-    verifier: str = opt("match", "verification rule: match")
+    verifier: str = opt("match", "which drafts are kept: match, rejection, or typical, which is not lossless")
+    candidates: str = opt("auto", "how drafts are picked: auto (what suits the verifier), topk, coupled or sampled")
+    typical_epsilon: float = opt(0.09, "typical: a token above this probability is kept")
+    typical_delta: float = opt(0.3, "typical: and one above this times exp(-entropy)")
     temperature: float = opt(0.0, "sampling temperature; 0 is greedy")
     top_k: int = opt(0, "sample among the k most likely tokens; 0 switches it off")
     top_p: float = opt(1.0, "sample among the most likely tokens of this mass; 1 switches it off")
@@ -60,7 +63,14 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     messages.append({"role": "user", "content": config.prompt})
     prompt = encode(target, messages, chat=config.chat)
     decoder = Decoder(
-        target, pair.drafter, plan=plan, sampling=sampling, verifier=config.verifier, engine=config.engine
+        target,
+        pair.drafter,
+        plan=plan,
+        sampling=sampling,
+        verifier=config.verifier,
+        candidates=config.candidates,
+        typical=Typical(epsilon=config.typical_epsilon, delta=config.typical_delta),
+        engine=config.engine,
     )
     console = console or Console(soft_wrap=True)
     printer = Printer(console, TextStream(partial(target.decode, skip_special_tokens=True)), marks=config.marks)

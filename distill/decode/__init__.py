@@ -2,5 +2,6 @@
 
 from distill.decode.loop import Decoder, Engine
 from distill.decode.records import Generation, Request, StepRecord
+from distill.decode.verify import RULES, Typical, lossless
 
-__all__ = ["Decoder", "Engine", "Generation", "Request", "StepRecord"]
+__all__ = ["RULES", "Decoder", "Engine", "Generation", "Request", "StepRecord", "Typical", "lossless"]

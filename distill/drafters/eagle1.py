@@ -1,4 +1,3 @@
-# FOUNDER TO E: written while you seemed gone (committed); review, test (tests/parity/test_eagle1.py), improve: yours now. Delete this line.
 """EAGLE-1 (arXiv:2401.15077): the next feature from the present one and the next token, read by the target's own head.
 
 At position i and step k, with f the target's last hidden state (after the final norm),
@@ -14,6 +13,7 @@ features, the gradient cut between them.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from distill import alignment
 from distill.config import opt
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, kept, recomputed
+from distill.drafters.fused_step import Angles, FusedLayer, FusedStep, packed, packed_norm
 from distill.drafters.recurrent import Recurrent, block_shape
 from distill.errors import UserError
 from distill.products import project
@@ -29,7 +30,7 @@ from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
 NOISE_LENGTH = 512
-"""Length of a text at which the published noise has the half-width ``noise``; shorter ones get more, longer less."""
+"""Tokens of a text at which the published noise has the half-width ``noise``; longer texts get less."""
 
 
 @dataclass(kw_only=True)
@@ -118,8 +119,8 @@ class Eagle1(Recurrent):
 
     def run(self, ids_BL: Tensor, g_BLD: Tensor, positions_BL: Tensor, attends: Sequence[Attend]) -> Tensor:
         """The predicted features."""
-        rotary = self.rotary(positions_BL, g_BLD.dtype)
         x_BLD = project(self.fc, torch.cat([self.embedded(ids_BL, g_BLD.dtype), g_BLD], dim=-1))
+        rotary = self.rotary(positions_BL, x_BLD.dtype)  # under autocast not the features' precision
         for layer, attend_ in zip(self.layers, attends, strict=True):
             x_BLD = layer(x_BLD, rotary, attend_)
         return x_BLD
@@ -127,6 +128,23 @@ class Eagle1(Recurrent):
     def draft_logits(self, out_BFD: Tensor) -> Tensor:
         """The target's own head."""
         return self.target_logits(out_BFD)
+
+    def fuse(self, angles: Angles) -> FusedStep:
+        """The layers for fast decoding."""
+        fc = packed(self.fc)
+        layers: list[Any] = list(self.layers)
+
+        def enter(embeds_BND: Tensor, g_BND: Tensor) -> tuple[Tensor, Tensor]:
+            x = fc(torch.cat([embeds_BND, g_BND], dim=-1))
+            return x, x
+
+        return FusedStep(
+            self.shape,
+            angles,
+            enter,
+            [FusedLayer(layer.self_attn, layer.post_attention_layernorm, layer.mlp) for layer in layers],
+            [packed_norm(layer.input_layernorm) for layer in layers[1:]],
+        )
 
     # -- training
 
@@ -159,16 +177,17 @@ class Eagle1(Recurrent):
         return gradients + (3 * self.shape.hidden + 4 * self.shape.intermediate) * bool(self.layers[0].recompute)
 
     def noisy(self, features_BLD: Tensor, batch: Batch) -> Tensor:
-        """Add uniform noise of half-width ``noise * 512 / length of the document`` (the reference's U(-0.1, 0.1))."""
+        """Add the published noise to every feature, in training only: uniform, independent for every number.
+
+        For a document of L tokens it is (U(0, 1) - 0.5) * 2 * ``noise`` * 512 / L, so of half-width ``noise`` at 512,
+        and never wider: the formula was made for texts near 2048 tokens, and would drown a few words.
+        """
         if not self.training or self.config.noise == 0:
             return features_BLD
-        doc_BL = batch.doc_BL.clamp(min=0)
-        length_BL = torch.zeros_like(features_BLD[..., 0]).scatter_add_(
-            1, doc_BL, (batch.doc_BL >= 0).to(features_BLD.dtype)
-        )
-        width_BL = self.config.noise * NOISE_LENGTH / length_BL.gather(1, doc_BL).clamp(min=1)
-        # A few words would drown in noise made for them by the formula: it stays what 512 tokens get.
-        width_BL = width_BL.clamp(max=self.config.noise)
+        doc_BL = batch.doc_BL.clamp(min=0)  # padding takes the first document's width; nobody reads it
+        counted_BL = (batch.doc_BL >= 0).to(features_BLD.dtype)
+        length_BL = torch.zeros_like(counted_BL).scatter_add_(1, doc_BL, counted_BL).gather(1, doc_BL)
+        width_BL = self.config.noise * (NOISE_LENGTH / length_BL).clamp(max=1)
         return features_BLD + (2 * torch.rand_like(features_BLD) - 1) * width_BL[..., None]
 
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:

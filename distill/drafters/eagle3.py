@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from distill.config import opt
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, kept, recomputed
+from distill.drafters.fused_step import Angles, FusedLayer, FusedStep, packed_norm
 from distill.drafters.recurrent import Recurrent, block_shape
 from distill.errors import UserError
 from distill.products import project
@@ -152,6 +153,20 @@ class Eagle3(Recurrent):
     def draft_logits(self, out_BFD: Tensor) -> Tensor:
         """The draft head over the final norm."""
         return self.lm_head(self.norm(out_BFD))
+
+    def fuse(self, angles: Angles) -> FusedStep:
+        """The layer for fast decoding."""
+        layer = self._decoder_layer
+        norm_e, norm_g = packed_norm(layer.input_layernorm), packed_norm(layer.hidden_norm)
+
+        def enter(embeds_BND: Tensor, g_BND: Tensor) -> tuple[Tensor, Tensor]:
+            normed = norm_g(g_BND)
+            x = torch.cat([norm_e(embeds_BND), normed], dim=-1)
+            return x, normed if layer.norm_before_residual else g_BND
+
+        return FusedStep(
+            self.shape, angles, enter, [FusedLayer(layer.self_attn, layer.post_attention_layernorm, layer.mlp)]
+        )
 
     # -- training
 

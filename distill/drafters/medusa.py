@@ -1,5 +1,5 @@
 # FOUNDER TO D: written while you seemed gone; review, test, add Medusa-2; yours now. Delete this line.
-"""MEDUSA (arXiv:2401.10774): heads that read one hidden state of the target and speak about tokens further and further on.
+"""MEDUSA (arXiv:2401.10774): heads that read one hidden state of the target and speak about tokens further on.
 
 With f_t the target's last hidden state (after the final norm), head i = 0..K-1 is
 
@@ -37,7 +37,9 @@ class MedusaConfig:
     name: str = opt("medusa", "drafter name")
     heads: int = opt(4, "heads K; also how deep a tree can be")
     blocks: int = opt(1, "residual blocks of a head")
-    head: str = opt("shared", "output: shared (the target's), own (one each, from it) or pruned (own, fewer tokens)")
+    head: str = opt(
+        "shared", "output: shared (the target's), own (one for each head) or pruned (one for all, fewer tokens)"
+    )
     draft_vocab_size: int | None = opt(None, "pruned: kept target tokens, at most the target's vocabulary")
     decay: float = opt(0.8, "weight of head i is decay ** i")
 
@@ -105,7 +107,8 @@ class Medusa(Drafter):
         if config.head != "shared":
             ids = torch.arange(target.info.vocab_size) if vocab is None else vocab.target_ids
             rows_WD = target.head_rows(ids.to(target.device)).float()
-            self.lm_heads = nn.ModuleList(nn.Linear(size, len(ids), bias=False) for _ in range(config.heads))
+            outputs = 1 if config.head == "pruned" else config.heads
+            self.lm_heads = nn.ModuleList(nn.Linear(size, len(ids), bias=False) for _ in range(outputs))
             for head in self.lm_heads:
                 assert isinstance(head, nn.Linear)
                 head.weight.data = rows_WD.clone()
@@ -117,7 +120,9 @@ class Medusa(Drafter):
 
     def output_head(self, i: int) -> Callable[[Tensor], Tensor]:
         """What turns head i's hidden states into logits."""
-        return self.target.draft_head if self.config.head == "shared" else self.lm_heads[i]
+        if self.config.head == "shared":
+            return self.target.draft_head
+        return self.lm_heads[0 if self.config.head == "pruned" else i]
 
     # -- training
 
@@ -129,7 +134,7 @@ class Medusa(Drafter):
     @property
     def steps_per_head(self) -> int:
         """All of them, or one each."""
-        return self.steps if self.config.head == "shared" else 1
+        return 1 if self.config.head == "own" else self.steps
 
     def kept_floats(self, share: float) -> float:
         """Input and output of every block, before and after its activation."""
@@ -181,6 +186,8 @@ class Medusa(Drafter):
             hidden_KB1D = torch.stack([head(state.last_B1D) for head in self.heads])
             if self.config.head == "shared":
                 state.logits_KB1W = self.target_logits(hidden_KB1D)
+            elif self.config.head == "pruned":
+                state.logits_KB1W = self.lm_heads[0](hidden_KB1D)
             else:
                 state.logits_KB1W = torch.stack(
                     [head(hidden) for head, hidden in zip(self.lm_heads, hidden_KB1D, strict=True)]

@@ -1,4 +1,3 @@
-# FOUNDER TO E: written while you seemed gone (committed); review, test (tests/parity/test_eagle1.py), improve: yours now. Delete this line.
 """What EAGLE-1 and EAGLE-3 share: a small decoder that reads (next token, feature) pairs and feeds on its own output.
 
 At position i and step k it reads the embedding of t_{i+1+k} and a feature g: made from the target's hidden states at
@@ -24,6 +23,7 @@ from distill import alignment
 from distill.attention import Documents, attend, attend_with_own, segments, tree_mask
 from distill.drafters.base import Drafter, DrafterState
 from distill.drafters.blocks import Attend, BlockShape, Rotary
+from distill.drafters.fused_step import Angles, FusedStep
 from distill.kv_cache import KVCache
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, TargetOutput
@@ -156,7 +156,7 @@ class Recurrent(Drafter):
         follows_BL = alignment.shift_left(ids_BL, 1).scatter(1, last_B1, next_B[:, None]).clamp(min=0)
         causal = torch.ones(width, width, dtype=torch.bool, device=ids_BL.device).tril().expand(batch, -1, -1)
         positions_BL = state.cache.lengths_B[:, None] + torch.arange(width, device=ids_BL.device)
-        out_BLD = self.run(follows_BL, self.features(output), positions_BL, self._cached(state.cache, causal, behind=0))
+        out_BLD = self._decode(state.cache, follows_BL, self.features(output), positions_BL, causal, behind=0)
         picked = out_BLD.gather(1, last_B1[:, :, None].expand(-1, -1, out_BLD.shape[2]))
         state.last_B1D = torch.where((n_B > 0)[:, None, None], picked, state.last_B1D)
         state.cache.advance(n_B, longest=longest)
@@ -174,8 +174,11 @@ class Recurrent(Drafter):
             ancestors = frontier.ancestors_BFM[:, :, 1:]  # the root's pair is stable, it was fed by extend
             # Stable entries end at the root's pair, so a node of depth d sits d positions behind it.
             positions_BF = (state.cache.lengths_B + frontier.depth - 1)[:, None].expand_as(frontier.tokens_BF)
-            attends = self._cached(state.cache, ancestors, behind=state.drafted)
-            out_BFD = self.run(frontier.tokens_BF, g_BFD, positions_BF, attends)
+            # Nodes below each other, one row: every drafted entry is an ancestor, and there is nothing to hide.
+            chain = ancestors.shape[2] == frontier.depth and len(ancestors) == 1
+            out_BFD = self._decode(
+                state.cache, frontier.tokens_BF, g_BFD, positions_BF, None if chain else ancestors, behind=state.drafted
+            )
             state.drafted += frontier.tokens_BF.shape[1]
         state.outputs_BFD = out_BFD
         return self.draft_logits(out_BFD)
@@ -185,19 +188,63 @@ class Recurrent(Drafter):
         state.drafted = 0
         state.outputs_BFD = None
 
-    def _cached(self, cache: KVCache, ancestors_BNM: Tensor, *, behind: int) -> list[Attend]:
-        """Attention over the cache: everything committed, and each new entry's ancestors in the scratch."""
-        view = cache.begin(ancestors_BNM.shape[1], behind=behind)
-        mask = tree_mask(lengths_B=cache.lengths_B, ancestors_BNM=ancestors_BNM, view=view)
+    def _decode(
+        self,
+        cache: KVCache,
+        ids_BN: Tensor,
+        g_BND: Tensor,
+        positions_BN: Tensor,
+        ancestors_BNM: Tensor | None,
+        *,
+        behind: int,
+    ) -> Tensor:
+        """Run new entries over the cache: they see everything committed, and of the scratch their ancestors.
 
-        def of(layer: int) -> Attend:
-            def attend_(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-                keys, values = cache.update(k, v, layer)
-                return attend(q, keys, values, mask.full_B1QT)
+        ``ancestors_BNM`` None: all of the scratch.
+        """
+        batch, n = ids_BN.shape
+        view = cache.begin(n, behind=behind)
+        mask_B1NT = None
+        if ancestors_BNM is not None or cache.bucket > 1 or self.fused is None:
+            if ancestors_BNM is None:
+                ancestors_BNM = torch.ones(batch, n, behind + n, dtype=torch.bool, device=ids_BN.device)
+            mask_B1NT = tree_mask(lengths_B=cache.lengths_B, ancestors_BNM=ancestors_BNM, view=view).full_B1QT
+        if self.fused is not None:
+            return self.fused(self.embedded(ids_BN, g_BND.dtype), g_BND, positions_BN, mask_B1NT, cache)
+        assert mask_B1NT is not None
+        return self.run(
+            ids_BN, g_BND, positions_BN, [self._cached(cache, mask_B1NT, i) for i in range(len(self.layers))]
+        )
 
-            return attend_
+    @staticmethod
+    def _cached(cache: KVCache, mask_B1NT: Tensor, layer: int) -> Attend:
+        def attend_(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = cache.update(k, v, layer)
+            return attend(q, keys, values, mask_B1NT)
 
-        return [of(layer) for layer in range(len(self.layers))]
+        return attend_
+
+    # -- the fast engine
+
+    fused: FusedStep | None = None
+    """The same layers for fast decoding, once ``accelerate`` has made them."""
+
+    @abstractmethod
+    def fuse(self, angles: Angles) -> FusedStep:
+        """Pack the layers."""
+
+    def accelerate(self) -> None:
+        """Pack everything; decoding goes through ``fused`` from now on."""
+        super().accelerate()
+        if self.fused is None:
+            weight = self.fc.weight
+            self.fused = self.fuse(Angles(self.rotary, self.target.info.max_positions, weight.dtype, weight.device))
+
+    def train(self, mode: bool = True) -> "Recurrent":
+        """Training changes the weights that were packed: they are packed again when asked for."""
+        if mode:
+            self.fused = None
+        return super().train(mode)
 
 
 class Chosen:

@@ -16,7 +16,7 @@ from torch import nn
 from distill.divergence import WITH_LOG, WORKED_ON
 from distill.drafters.base import Drafter
 from distill.errors import UserError
-from distill.losses import LossConfig, chunk_rows
+from distill.losses import LossConfig, chunk_rows, piece_rows
 from distill.target import Target
 from distill.train.config import TrainConfig
 from distill.train.measure import precision
@@ -120,7 +120,8 @@ def _activations(drafter: Drafter, *, tokens: int, loss: LossConfig, low: bool, 
     teacher = many * info.vocab_size * size + (0 if same else stays)
     seen = 1 + (draft < info.vocab_size) + (loss.name in WITH_LOG)
     worked_on = WORKED_ON[loss.name] + (loss.hard > 0)
-    student = stays + few * draft * ((seen + worked_on) * wide + together * number)
+    piece = min(few, piece_rows(draft, target.device))
+    student = stays + few * draft * (seen * wide + together * number) + piece * draft * worked_on * wide
     backward = tokens * share * drafter.backward_floats() * number
     return max(features + forward, features + kept + hidden_gradients + int(max(teacher, student, backward)))
 

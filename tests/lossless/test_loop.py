@@ -277,6 +277,73 @@ def test_rejected_ids_are_the_rest_of_the_tree():
             assert not set(s.rejected) & {s.tokens[0]}
 
 
+# -- how drafts are picked
+
+
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+@pytest.mark.parametrize("plan", [Chain(4), BUSHY, Dynamic(top_k=2, depth=4, total=9)], ids=str)
+def test_match_does_not_depend_on_how_drafts_are_picked(plan, engine):
+    for sampling in (SAMPLED, Sampling(temperature=0.7, seed=9)):
+        steps = {}
+        for candidates in ("auto", "coupled", "topk"):
+            torch.manual_seed(3)
+            target = plain_target()
+            decoder = Decoder(target, eagle(target), plan=plan, sampling=sampling, candidates=candidates, engine=engine)
+            got = decoder.generate(prompts(), max_new_tokens=12, ignore_eos=True)
+            assert [g.ids for g in got] == [g[:12] for g in continuation(sampling)]
+            steps[candidates] = [g.steps for g in got]
+        assert steps["auto"] == steps["coupled"] != steps["topk"], "what was drafted does depend on it"
+
+
+class Silent(Scripted):
+    """Finds nothing at some positions, as a lookup does: id -1 among the candidates, and nothing below it."""
+
+    soft = False
+
+    def to_target_ids(self, ids):
+        return torch.where(ids >= self.vocab_size, -1, ids)
+
+    def step(self, state, frontier):
+        logits = super().step(state, frontier)
+        nothing = torch.full((*logits.shape[:2], 4), -1e6, dtype=logits.dtype)
+        for b, row in enumerate(state.rows):
+            kind = (3 * b + len(row)) % 4
+            if kind == 0 or (kind == 2 and frontier.depth):  # nothing at all; nothing below the root's children
+                logits[b], nothing[b] = -float("inf"), 0.0
+            elif kind == 1:  # a gap where the first child would be
+                nothing[b, :, 0] = 2000.0
+        return torch.cat([logits, nothing], -1)
+
+
+@BOTH
+@pytest.mark.parametrize("plan", [Chain(4), Static(((0,), (1,), (0, 0), (1, 0))), BUSHY], ids=str)
+def test_a_drafter_with_nothing_to_say_costs_no_wider_pass(plan, sampling, monkeypatch):
+    widths = []
+    true = Decoder._forward
+
+    def watched(self, cache, ids_BN, *rest):
+        widths.append(ids_BN.shape[1])
+        return true(self, cache, ids_BN, *rest)
+
+    truth = [p + g for p, g in zip(prompts(), continuation(sampling), strict=True)]
+    monkeypatch.setattr(Decoder, "_forward", watched)
+    together = Decoder(plain_target(), Silent(V, truth, mixed), plan=plan, sampling=sampling)
+    got = together.generate(prompts(), max_new_tokens=20, ignore_eos=True)
+    assert [g.ids for g in got] == [g[:20] for g in continuation(sampling)]
+    widths.clear()
+    accepted = 0
+    for b, prompt in enumerate(prompts()):
+        alone = Decoder(plain_target(), Silent(V, [truth[b]], mixed), plan=plan, sampling=sampling, prefill_chunk=1)
+        (found,) = alone.generate([prompt], max_new_tokens=20, ignore_eos=True, request_ids=[b])
+        assert found.ids == continuation(sampling)[b][:20]
+        accepted += sum(s.accepted for s in found.steps)
+    assert accepted > 5
+    used = sum(w > 1 for w in widths)
+    assert widths.count(plan.n_nodes) < used, "some rounds are narrower than the plan"
+    level = 1 + plan.children[0]
+    assert {1, level, plan.n_nodes} <= set(widths), "nothing, the root's children alone, and everything"
+
+
 # -- bad input
 
 

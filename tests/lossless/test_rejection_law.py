@@ -123,9 +123,7 @@ def law_of_output(paths, laws: Laws, drawn=draws):
     rows = torch.arange(len(tokens))
     columns = None if laws.kind != "pruned" else torch.tensor(laws.columns)
     coins_BPC = coins.repeat(len(trees), 1, 1)
-    got = walk(
-        tree, lambda node_B: target_BNV[rows, node_B], coins_BPC, children=children, draft_to_target=columns
-    )
+    got = walk(tree, lambda node_B: target_BNV[rows, node_B], coins_BPC, children=children, draft_to_target=columns)
     weight = torch.tensor([chance for chance, _, _ in trees], dtype=torch.float64).repeat_interleave(each)
     asked = torch.zeros(len(tokens), dtype=torch.long)
     for path, node in place.items():
@@ -289,7 +287,7 @@ def test_streams_are_apart():
 
 # -- real decodes
 
-V, REQUESTS, NEW = 8, 5000, 3
+V, REQUESTS, NEW = 8, 4000, 3
 SAMPLING = Sampling(temperature=0.7, seed=1)
 PLANS = {"chain": Chain(2), "tree": Static(((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (1, 1)))}
 
@@ -327,7 +325,6 @@ def counts(plan, **kwargs) -> torch.Tensor:
         counted[tuple(generation.ids)] += 1
         accepted += sum(s.accepted for s in generation.steps)
     assert 0.2 * REQUESTS < accepted < 1.8 * REQUESTS, "drafts must be accepted and refused"
-    print(accepted / REQUESTS)
     return counted
 
 
@@ -368,9 +365,14 @@ def draft_noise_for_the_last_draw(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "fault", [unrenormalised, argmax_scored_softly, coins_of_the_draft, draft_noise_for_the_last_draw]
+    "fault,plan",
+    [
+        (unrenormalised, "tree"),
+        (argmax_scored_softly, "chain"),
+        (coins_of_the_draft, "chain"),
+        (draft_noise_for_the_last_draw, "tree"),
+    ],
 )
-def test_the_count_notices_a_fault(fault, monkeypatch):
+def test_the_count_notices_a_fault(fault, plan, monkeypatch):
     fault(monkeypatch)
-    print([(plan, tail(counts(PLANS[plan]), law())) for plan in PLANS])
-    assert 0
+    assert tail(counts(PLANS[plan]), law()) < 1e-5

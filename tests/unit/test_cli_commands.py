@@ -123,8 +123,8 @@ def test_eval_help_explains_every_option_of_the_task(task, capsys):
     [
         (["task=bnch"], "task must be one of "),
         (["task=bench", "temprature=0"], "unknown option 'temprature'. Did you mean 'temperature'?"),
-        (["task=bench", "tree=star"], "tree must be one of chain, dynamic, static, got 'star'"),
-        (["task=bench", "tree.name=star"], "tree.name must be one of chain, static, dynamic, got 'star'"),
+        (["task=bench", "tree=star"], "tree must be one of calibrated, chain, "),
+        (["task=bench", "tree.name=star"], "tree.name must be one of chain, static, calibrated, dynamic, got 'star'"),
         (["task=bench", "temperature=-1", "checkpoint=x"], "temperature must"),
         (["task=bench"], "checkpoint must be a run folder or an export folder, got none"),
         (["task=bench", "prompts=mtbench,nowhere.jsonl", "checkpoint=x"], "prompts"),

@@ -32,15 +32,15 @@ def eagle3(drafter, info, config):
 
 def medusa(drafter, info, config):
     width = info.hidden_size
-    rows = {"shared": 0, "own": V, "pruned": W}[config.head]
-    return config.heads * (config.blocks * (width * width + width) + rows * width)
+    rows = {"shared": 0, "own": config.heads * V, "pruned": W}[config.head]
+    return config.heads * config.blocks * (width * width + width) + rows * width
 
 
 def hydra(drafter, info, config):
     width, k = info.hidden_size, config.heads
-    rows = {"shared": 0, "own": V, "pruned": W}[config.head]
+    rows = {"shared": 0, "own": k * V, "pruned": W}[config.head]
     joined = sum((i + 2) * width for i in range(k))
-    return joined * 2 * width + k * width + k * (config.blocks - 1) * (width * width + width) + k * rows * width
+    return joined * 2 * width + k * width + k * (config.blocks - 1) * (width * width + width) + rows * width
 
 
 def draft_model(drafter, info, config):

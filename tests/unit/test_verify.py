@@ -1,12 +1,11 @@
-import math
-from types import SimpleNamespace
+"""``match`` against a walk in Python, and the table of what goes with what."""
 
-"""``match`` against a walk in Python, and the pairs it refuses."""
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from distill.decode.verify import RULES, match, resolve, typical
+from distill.decode.verify import RULES, match, resolve
 from distill.errors import UserError
 from distill.sampling import Sampling
 from distill.tree import Chain, Dynamic, Static, geometry
@@ -93,77 +92,66 @@ def test_the_root_token_itself_is_never_compared():
     assert match(tree, torch.tensor([[6, 5]])).n_B.tolist() == [1]
 
 
-SAMPLED, GREEDY = Sampling(temperature=1.0), Sampling()
-DRAFTER = SimpleNamespace(name="some", max_depth=3, soft=True)
-LOOKUP = SimpleNamespace(name="lookup", max_depth=None, soft=False)
+# -- what goes with what
+
+CHAIN, GAPS = Chain(3), Static(((1,), (0,), (0, 1)))
+DYNAMIC = Dynamic(top_k=2, depth=2, total=4)
+TREE = Static(((0,), (1,), (0, 0)))
+GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 
 
-def test_what_goes_with_what():
-    assert resolve("match", "auto", sampling=SAMPLED) == ("match", "coupled")
-    assert resolve("match", "topk", sampling=SAMPLED) == ("match", "topk")
-    assert resolve("rejection", "auto", sampling=SAMPLED, drafter=DRAFTER, plan=Chain(3)) == ("rejection", "sampled")
-    assert resolve("typical", "auto", sampling=SAMPLED) == ("typical", "topk")
+def drafter(*, soft=True, max_depth=None):
+    return SimpleNamespace(name="some", soft=soft, max_depth=max_depth)
+
+
+ALLOWED = {
+    ("match", True): {"auto": "coupled", "coupled": "coupled", "topk": "topk"},
+    ("match", False): {"auto": "topk", "topk": "topk"},
+    ("rejection", True): {"auto": "sampled", "sampled": "sampled"},
+    ("rejection", False): {},
+    ("typical", True): {"auto": "topk", "topk": "topk"},
+    ("typical", False): {"auto": "topk", "topk": "topk"},
+}
+PLANS = {"chain": CHAIN, "static": TREE, "gaps": GAPS, "dynamic": DYNAMIC}
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("candidates", ["auto", "topk", "coupled", "sampled"])
+@pytest.mark.parametrize("verifier,soft", ALLOWED)
+def test_every_combination(verifier, soft, candidates, plan):
+    """The whole table, once more by hand: rejection takes no dynamic tree and no gaps, the rest any plan."""
+    want = ALLOWED[verifier, soft].get(candidates)
+    if verifier == "rejection" and plan in ("gaps", "dynamic"):
+        want = None
+    given = {"drafter": drafter(soft=soft), "plan": PLANS[plan]}
+    if want is None:
+        for sampling in (GREEDY, SAMPLED):
+            with pytest.raises(UserError):
+                resolve(verifier, candidates, sampling=sampling, **given)
+        return
+    assert resolve(verifier, candidates, sampling=SAMPLED, **given) == (verifier, want)
+    assert resolve(verifier, candidates, sampling=GREEDY, **given) == ("match", "topk"), "at T = 0 all are the same"
 
 
 @pytest.mark.parametrize("verifier", RULES)
-def test_at_temperature_zero_all_rules_are_the_same_comparison(verifier):
-    assert resolve(verifier, "auto", sampling=GREEDY) == ("match", "topk")
+def test_without_a_drafter_the_target_samples_for_itself(verifier):
+    assert resolve(verifier, sampling=SAMPLED) == ("match", "topk")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    "verifier,candidates,given,says",
     [
-        ({"verifier": "macth"}, f"one of {', '.join(RULES)}, got 'macth'.*Did you mean 'match'"),
-        ({"candidates": "topkk"}, "candidates must be one of auto.*Did you mean 'topk'"),
-        ({"candidates": "sampled"}, "needs coupled or topk candidates, got 'sampled'"),
-        ({"verifier": "rejection", "candidates": "coupled"}, "needs sampled candidates, got 'coupled'"),
-        ({"verifier": "typical", "candidates": "coupled"}, "needs topk candidates, got 'coupled'"),
-        ({"verifier": "rejection", "plan": Dynamic(top_k=2, depth=2, total=4)}, "chain or a static tree, got dynamic"),
-        ({"verifier": "rejection", "drafter": LOOKUP}, "gives a distribution, got 'lookup', which is deterministic"),
-        ({"verifier": "rejection", "plan": Static(((0,), (2,)))}, "ranks 0, 1, 2, ... without gaps"),
-        ({"plan": Chain(4)}, "at most 3 for drafter 'some', got 4"),
+        ("macth", "auto", {}, "verifier must be one of match, rejection, typical, got 'macth'.* Did you mean 'match'"),
+        ("match", "topkk", {}, "candidates must be one of auto, topk, .*, got 'topkk'.* Did you mean 'topk'"),
+        ("rejection", "coupled", {}, "needs sampled candidates, got 'coupled'; .* only match allows"),
+        ("typical", "sampled", {}, "needs topk candidates, got 'sampled'; .* coins of rejection"),
+        ("rejection", "auto", {"plan": DYNAMIC}, "needs a chain or a static tree, got dynamic.* would make q wrong"),
+        ("rejection", "auto", {"plan": GAPS}, "ranks 0, 1, 2, ... without gaps"),
+        ("rejection", "auto", {"drafter": drafter(soft=False)}, "gives a distribution, got 'some', .* deterministic"),
+        ("match", "coupled", {"drafter": drafter(soft=False)}, "must be auto or topk for drafter 'some'"),
+        ("match", "auto", {"drafter": drafter(max_depth=2)}, "tree depth must be at most 2 for drafter 'some', got 3"),
     ],
 )
-def test_refusals(arguments, sentence):
-    given = {"verifier": "match", "candidates": "auto", "drafter": DRAFTER, "plan": Chain(2), **arguments}
-    with pytest.raises(UserError, match=sentence):
-        resolve(given.pop("verifier"), given.pop("candidates"), sampling=SAMPLED, **given)
-
-
-def typical_by_hand(tokens, parents, logits, temperature, epsilon, delta):
-    """Every path, longest first, the most likely of those; in plain Python."""
-    p = [[math.exp(x / temperature) for x in row] for row in logits]
-    p = [[x / sum(row) for x in row] for row in p]
-    entropy = [-sum(x * math.log(x) for x in row) for row in p]
-    best, best_key = [0], (0, 0.0)
-    for node in range(1, len(tokens)):
-        path, at = [node], node
-        while at:
-            at = parents[at]
-            path.insert(0, at)
-        chances = [p[a][tokens[b]] for a, b in zip(path, path[1:], strict=False)]
-        least = [min(epsilon, delta * math.exp(-entropy[a])) for a in path[:-1]]
-        if all(c > t for c, t in zip(chances, least, strict=True)):
-            key = (len(chances), sum(math.log(c) for c in chances))
-            if key > best_key and (len(chances) > best_key[0] or key[1] > best_key[1]):
-                best, best_key = path, key
-    return best, max(range(len(logits[0])), key=lambda v: logits[best[-1]][v])
-
-
-@pytest.mark.parametrize("seed", range(30))
-def test_typical_acceptance(seed):
-    generator = torch.Generator().manual_seed(seed)
-    n, vocab = 10, 6
-    parents = [0] + [int(torch.randint(0, i, (1,), generator=generator)) for i in range(1, n)]
-    tokens = torch.randint(0, vocab, (1, n), generator=generator)
-    logits = 2 * torch.randn(1, n, vocab, generator=generator, dtype=torch.float64)
-    tree = DraftTree(
-        tokens_BN=tokens,
-        parents_BN=torch.tensor([parents]),
-        max_depth=int(geometry(torch.tensor([parents]), n)[1].max()),
-        candidates="topk",
-    )
-    got = typical(tree, logits, Sampling(temperature=0.8), epsilon=0.2, delta=0.5)
-    path, following = typical_by_hand(tokens[0].tolist(), parents, logits[0].tolist(), 0.8, 0.2, 0.5)
-    assert got.path_BN[0, : int(got.n_B[0])].tolist() == path
-    assert int(got.next_B[0]) == following
+def test_refusals_say_why(verifier, candidates, given, says):
+    with pytest.raises(UserError, match=says):
+        resolve(verifier, candidates, **{"drafter": drafter(), "plan": CHAIN, "sampling": SAMPLED, **given})

@@ -1,0 +1,120 @@
+"""The recurrent drafters' fused decode step says what their modules say, for chains, trees and uneven rows."""
+
+import pytest
+import torch
+from drafter_tools import features, make, target_of
+from oracles import random_prompts, stepped
+
+from distill.decode import Decoder
+from distill.sampling import Sampling
+from distill.tree import Chain, Dynamic, Static
+from distill.types import Frontier
+
+CASES = [
+    ("eagle1", {}),
+    ("eagle1", {"num_layers": 2, "fc_bias": True}),
+    ("eagle3", {}),
+    ("eagle3", {"norm_output": True, "fc_norm": True, "norm_before_residual": True}),
+]
+LARGEST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05}
+"""Error relative to the largest logit; bf16 rounds after every operation, and not the same ones."""
+
+
+def rounds(drafter, dtype):
+    """Logits of two proposals on three uneven rows: a root, a pair of children, three grandchildren."""
+    generator = torch.Generator().manual_seed(3)
+    ids_BL = torch.randint(0, 40, (3, 9), generator=generator)
+    output = features(drafter, ids_BL)
+    state, found = drafter.new_state(3, 40), []
+    n_B, done = torch.tensor([6, 4, 1]), torch.zeros(3, dtype=torch.long)
+    for width, count_B in ((6, n_B), (3, torch.tensor([2, 0, 3]))):
+        index_BP = (done[:, None] + torch.arange(width)).clamp(max=8)
+        part = output.map(lambda x, i=index_BP: x.gather(1, i[:, :, None].expand(-1, -1, x.shape[2])))
+        next_B = ids_BL.gather(1, (done + count_B).clamp(max=8)[:, None])[:, 0]
+        done = done + count_B
+        drafter.extend(state, ids_BL.gather(1, index_BP), next_B, part, count_B, longest=int(done.max()))
+        ancestors = torch.ones(3, 1, 1, dtype=torch.bool)
+        zeros = torch.zeros(3, 1, dtype=torch.long)
+        frontiers = [
+            Frontier(tokens_BF=next_B[:, None], depth=0, parent_BF=zeros, ancestors_BFM=ancestors),
+            Frontier(
+                tokens_BF=torch.tensor([[5, 6]] * 3),
+                depth=1,
+                parent_BF=zeros.expand(-1, 2),
+                ancestors_BFM=torch.tensor([[1, 1, 0], [1, 0, 1]]).bool().expand(3, -1, -1),
+            ),
+            Frontier(
+                tokens_BF=torch.tensor([[7, 8, 9]] * 3),
+                depth=2,
+                parent_BF=torch.tensor([[0, 1, 1]] * 3),
+                ancestors_BFM=torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 1]])
+                .bool()
+                .expand(3, -1, -1),
+            ),
+        ]
+        found += [drafter.step(state, frontier) for frontier in frontiers]
+        drafter.rollback(state)
+    return found
+
+
+@pytest.mark.parametrize("dtype", LARGEST)
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_fused_says_what_the_modules_say(case, dtype):
+    name, options = case
+    target = target_of(dtype=dtype)
+    eager, fast = make(name, target=target, **options), make(name, target=target, **options)
+    fast.accelerate()
+    assert fast.fused is not None
+    for ours, theirs in zip(rounds(fast, dtype), rounds(eager, dtype), strict=True):
+        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        assert error <= LARGEST[dtype]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "plan",
+    [Chain(3), Static(((0,), (1,), (0, 0))), Dynamic(top_k=3, depth=3, total=8)],
+    ids=["chain", "static", "dynamic"],
+)
+@pytest.mark.parametrize("case", CASES[1:3], ids=str)
+def test_fast_decoding_is_the_targets(case, plan, temperature):
+    name, options = case
+    target = target_of()
+    drafter, sampling = make(name, target=target, **options), Sampling(temperature=temperature, seed=1)
+    prompts = random_prompts(8, 40, seed=2)
+    decoders = [Decoder(target, make(name, target=target, **options), plan=plan, sampling=sampling, engine="eager")]
+    decoders.append(Decoder(target, drafter, plan=plan, sampling=sampling, engine="fast"))
+    slow, fast = ([g for g in decoder.generate(prompts, max_new_tokens=12)] for decoder in decoders)
+    assert [g.ids for g in fast] == stepped(target, prompts, 12, sampling)
+    assert [[s.accepted for s in g.steps] for g in fast] == [[s.accepted for s in g.steps] for g in slow]
+
+
+def test_one_row_chains_need_no_mask_and_stay_right():
+    target = target_of()
+    for name in ("eagle1", "eagle3"):
+        prompts = random_prompts(3, 40, seed=5)
+        drafter = make(name, target=target)
+        decoder = Decoder(target, drafter, plan=Chain(4), engine="fast")
+        eager = Decoder(target, make(name, target=target), plan=Chain(4))
+        for row, prompt in enumerate(prompts):
+            (got,) = decoder.generate([prompt], max_new_tokens=16, request_ids=[row], ignore_eos=True)
+            (want,) = eager.generate([prompt], max_new_tokens=16, request_ids=[row], ignore_eos=True)
+            assert (got.ids, got.steps) == (want.ids, want.steps)
+
+
+def test_training_packs_again():
+    """Weights that change after decoding must not be decoded with as they were."""
+    target = target_of()
+    drafter = make("eagle3", target=target)
+    drafter.accelerate()
+    drafter.train()
+    assert drafter.fused is None
+    with torch.no_grad():
+        drafter.layers[0].mlp.down_proj.weight.mul_(2.0)
+    drafter.eval().accelerate()
+    changed = make("eagle3", target=target)
+    with torch.no_grad():
+        changed.layers[0].mlp.down_proj.weight.mul_(2.0)
+        for ours, theirs in zip(rounds(drafter, torch.float64), rounds(changed, torch.float64), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
