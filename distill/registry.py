@@ -10,6 +10,7 @@ from distill.errors import UserError, did_you_mean
 DRAFTERS: dict[str, str] = {
     "draft_model": "distill.drafters.draft_model:DraftModel",
     "early_exit": "distill.drafters.early_exit:EarlyExit",
+    "prompt_lookup": "distill.drafters.prompt_lookup:PromptLookup",
     "eagle1": "distill.drafters.eagle1:Eagle1",
     "hydra": "distill.drafters.hydra:Hydra",
     "medusa": "distill.drafters.medusa:Medusa",

@@ -113,7 +113,8 @@ class Teacher:
         for start in range(0, logits_CV.shape[1], self.BLOCK):
             block_CB = wide(logits_CV[:, start : start + self.BLOCK])
             sums.append(block_CB.logsumexp(-1))
-            value_C, at_C = block_CB.max(-1)
+            at_C = argmax(block_CB)
+            value_C = block_CB.gather(1, at_C[:, None])[:, 0]
             if best_C is None:
                 best_C, choice_C = value_C, at_C
             else:

@@ -314,7 +314,8 @@ def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -
         rank = _constant(level.rank, device)
         ids_BC = drafter.to_target_ids(ranked_BFR[:, parent, rank.clamp(max=width - 1)])
         ids_BC = ids_BC.masked_fill(rank >= width, -1)  # a vocabulary smaller than the rank: unused node
-        if q_BFW is not None:  # filters may leave fewer tokens than children: the others are no draws
+        # Filters may leave fewer tokens than children, and a lookup may find fewer: the others are no drafts.
+        if q_BFW is not None or not getattr(drafter, "soft", True):
             drawn_BFR = top.values.isfinite().expand(-1, frontier.tokens_BF.shape[1], -1)
             ids_BC = ids_BC.where(drawn_BFR[:, parent, rank.clamp(max=width - 1)], -1)
         tokens.append(ids_BC)

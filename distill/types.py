@@ -80,8 +80,8 @@ class StepPrediction:
 
     Attributes:
         hidden_BLD: hidden states, not logits, so that the loss can chunk over tokens.
-        head: maps hidden [..., D] to logits [..., W] in the draft vocabulary; a module's weights are trained,
-            a plain function (the target's own head) has none.
+        head: maps hidden [..., D] to logits [..., W] in the draft vocabulary; a module's weights are trained unless
+            frozen, a plain function has none. The target's own head is ``target.draft_head``.
         shift: distance from a position to the token it speaks about (EAGLE-3 step k: 2 + k).
         mask_BL: bool, from ``alignment.py``.
         weight: weight of this step in the total.

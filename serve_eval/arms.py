@@ -6,10 +6,10 @@ starts its decode window when the first token has reached the host, so prefill i
 
 import contextlib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -21,13 +21,14 @@ from distill.sampling import Sampling
 from distill.target import Target
 from distill.tree import Dynamic, Plan, Static
 
-Kind = Literal["ar", "spec", "hf"]
+Kind = Literal["ar", "spec", "hf", "peer"]
+"""The loop alone, the loop with a drafter, transformers ``generate``, and its own speculative decoding."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun:
-    """One arm on one prompt turn, once. Seconds; ``steps`` is empty for ``hf``."""
+    """One arm on one prompt turn, once. Seconds; ``steps`` is empty for ``hf``, lengths alone for peers."""
 
     ids: list[int]
     ttft_s: float
@@ -67,6 +68,7 @@ class DecoderArm:
         self.name = self.tree or "ar"
         self.plan = plan
         drafter = drafter if plan is not None else None
+        self.drafter, self.verifier = drafter, verifier
         self.decoder = Decoder(
             target,
             drafter,
@@ -77,6 +79,7 @@ class DecoderArm:
             typical=typical,
             engine=engine,
         )
+        self.candidates = None if self.decoder.drafting is None else self.decoder.drafting.candidates
         self._eos = target.info.eos_ids
 
     def run(self, prompt: list[int], *, request_id: int, max_new_tokens: int, ignore_eos: bool = False) -> ArmRun:
@@ -95,6 +98,8 @@ class TransformersArm:
     name = "hf"
     kind: Kind = "hf"
     tree: str | None = None
+    options: Mapping[str, Any] = {}
+    """What ``generate`` is told beside the sampling."""
 
     def __init__(self, target: Target, *, sampling: Sampling):
         self._target = target
@@ -114,10 +119,16 @@ class TransformersArm:
                 attention_mask=torch.ones_like(ids_1L),
                 generation_config=self._config(eos, max_new_tokens),
                 streamer=watch,
+                **self.options,
             )
             end = now(device)
         ids = count_ids(out_1L[0, len(prompt) :].tolist(), eos, max_new_tokens)
-        return ArmRun(ids=ids, ttft_s=watch.first - watch.start, decode_s=end - watch.first)
+        steps = self.passes(watch.sizes, len(ids))
+        return ArmRun(ids=ids, ttft_s=watch.first - watch.start, decode_s=end - watch.first, steps=steps)
+
+    def passes(self, sizes: Sequence[int], new_tokens: int) -> list[StepRecord]:
+        """Passes of the target by the number of tokens each gave; none where every pass gives one."""
+        return []
 
     def _config(self, eos: tuple[int, ...], max_new_tokens: int) -> GenerationConfig:
         s = self._sampling
@@ -131,16 +142,70 @@ class TransformersArm:
         )
 
 
+class PeerArm(TransformersArm):
+    """Transformers' own speculative decoding: with our draft model as ``assistant_model``, or with prompt lookup.
+
+    Its first pass settles the prompt and several tokens together; they come before the clock starts, in its favour.
+
+    Args:
+        target: the target.
+        sampling: as for all arms.
+        name: of the arm.
+        length: tokens drafted per pass.
+        options: what ``generate`` is told beside the sampling.
+    """
+
+    kind: Kind = "peer"
+
+    def __init__(self, target: Target, *, sampling: Sampling, name: str, length: int, options: Mapping[str, Any]):
+        super().__init__(target, sampling=sampling)
+        self.name, self.length, self.options = name, length, options
+        self.tree = f"chain-{length}"
+
+    @classmethod
+    def assisted(cls, target: Target, draft: PreTrainedModel, *, sampling: Sampling, length: int) -> "PeerArm":
+        """Assisted generation with a fixed number of drafts per pass, as our chain has it."""
+        draft.generation_config = GenerationConfig(
+            num_assistant_tokens=length,
+            num_assistant_tokens_schedule="constant",
+            assistant_confidence_threshold=0.0,
+            pad_token_id=target.info.eos_ids[0] if target.info.eos_ids else 0,
+        )
+        options = {"assistant_model": draft}
+        return cls(target, sampling=sampling, name=f"hf-assisted-{length}", length=length, options=options)
+
+    @classmethod
+    def lookup(cls, target: Target, *, sampling: Sampling, length: int) -> "PeerArm":
+        """Prompt lookup."""
+        options = {"prompt_lookup_num_tokens": length}
+        return cls(target, sampling=sampling, name=f"hf-lookup-{length}", length=length, options=options)
+
+    def passes(self, sizes: Sequence[int], new_tokens: int) -> list[StepRecord]:
+        """The passes after the first, cut to the tokens that count."""
+        found, left = [], new_tokens - (sizes[0] if sizes else 0)
+        for size in sizes[1:]:
+            size = min(size, left)
+            if size <= 0:
+                break
+            found.append(StepRecord(tokens=(0,) * size, accepted=size - 1, offered=self.length))
+            left -= size
+        return found
+
+
 class _Watch(BaseStreamer):
     """Notes when the first generated token reaches the host; transformers streams the prompt first."""
 
     def __init__(self, device: torch.device | str):
         self._puts = 0
+        self.sizes: list[int] = []
+        """Tokens that came at once, the prompt not among them."""
         self.start = now(device)
         self.first = self.start
 
     def put(self, value: torch.Tensor) -> None:
         self._puts += 1
+        if self._puts > 1:
+            self.sizes.append(value.numel())
         if self._puts == 2:
             self.first = time.perf_counter()
 

@@ -21,16 +21,17 @@ import torch
 
 from distill import kernels
 from distill.config import opt, to_dict
-from distill.decode import Engine, Typical
+from distill.decode import Engine, Typical, lossless
+from distill.drafters.draft_model import DraftModel
 from distill.errors import UserError
 from distill.export import collect, resolve_checkpoint
 from distill.export.format import read_config
 from distill.sampling import Sampling
 from distill.target import Target, TargetConfig
-from distill.tree import PlanConfig, make_plan
+from distill.tree import PlanConfig, Static, make_plan
 from serve_eval import report, stats
-from serve_eval.arms import Arm, DecoderArm, PeakMemory, TransformersArm
-from serve_eval.checkpoint import Pair, auto_target, load_pair
+from serve_eval.arms import Arm, DecoderArm, PeakMemory, PeerArm, TransformersArm
+from serve_eval.checkpoint import Pair, auto_target, load_pair, training_figures, without_weights
 from serve_eval.command import repeat
 from serve_eval.cost import WIDTHS, CostReport, predict, probe, round_costs, verify_curve, write_costs
 from serve_eval.journal import Journal
@@ -47,10 +48,22 @@ COST_PROMPTS, COST_TOKENS = 3, 32
 
 
 @dataclass(kw_only=True)
+class ArmConfig(PlanConfig):
+    """A further arm: a plan, and what differs from the benchmark's own settings."""
+
+    drafter: dict[str, Any] | None = opt(
+        None, "a drafter without weights, e.g. {name: prompt_lookup}; null: the main one"
+    )
+    verifier: str | None = opt(None, "verification rule; null: the main one")
+    candidates: str | None = opt(None, "how drafts are picked; null: the main way, or auto with another verifier")
+
+
+@dataclass(kw_only=True)
 class Config:
     """Options of task=bench."""
 
     checkpoint: str | None = opt(None, "run folder or export folder of the drafter")
+    drafter: dict[str, Any] = opt({}, "instead of a checkpoint: a drafter without weights (prompt_lookup, early_exit)")
     target: TargetConfig = field(
         default_factory=auto_target, metadata={"help": "target model; name auto takes the checkpoint's own"}
     )
@@ -58,7 +71,7 @@ class Config:
     limit: int | None = opt(None, "prompts per set, spread evenly over its categories; null takes all")
     max_minutes: float | None = opt(None, "time for the prompts; no further one is begun that would not fit")
     tree: PlanConfig = field(default_factory=PlanConfig, metadata={"help": "shape of the proposals"})
-    trees: list[PlanConfig] = opt([], "further plans, each an arm of its own, e.g. [{name:chain,length:3}]")
+    trees: list[ArmConfig] = opt([], "further arms, e.g. [{name:chain,length:3},{name:chain,verifier:rejection}]")
     verifier: str = opt("match", "which drafts are kept: match, rejection, or typical, which is not lossless")
     candidates: str = opt("auto", "how drafts are picked: auto (what suits the verifier), topk, coupled or sampled")
     typical_epsilon: float = opt(0.09, "typical: a token above this probability is kept")
@@ -73,6 +86,8 @@ class Config:
     repeats: int = opt(3, "measurements of every turn; its time is their median")
     warmup: int = opt(2, "unmeasured runs of every arm before the first measurement")
     hf: bool = opt(True, "measure transformers generate as a further arm")
+    hf_assisted: bool = opt(False, "measure its assisted generation with our draft model, for every chain")
+    hf_lookup: bool = opt(False, "measure its prompt lookup")
     cost: bool = opt(True, "measure the verify-cost curve and where a round's time goes")
     chat: bool = opt(True, "put prompts through the chat template; false feeds plain text (base models)")
     viewer: int = opt(3, "prompts per set whose decoded text the report shows")
@@ -125,22 +140,27 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
     Raises:
         UserError: bad options, prompts or checkpoint; nothing is written then.
     """
-    if config.checkpoint is None:
-        raise UserError("checkpoint must be a run folder or an export folder, got none; pass checkpoint=DIR")
+    if (config.checkpoint is None) == (not config.drafter):
+        got = "none" if config.checkpoint is None else "both"
+        raise UserError(
+            "either checkpoint (a run folder or an export folder) or drafter (one without weights) must be given, got "
+            f"{got}; pass checkpoint=DIR or drafter=prompt_lookup"
+        )
     prompts = load_prompts(config.prompts, limit=config.limit)
     out = Path(config.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-bench")
     with _threads(config.threads):
         pair = load_pair(config.checkpoint, config.target)
+        if config.drafter:
+            pair = replace(pair, drafter=without_weights(config.drafter, pair.target))
         decoders = _decoder_arms(config, pair)
         if not config.threads and pair.target.device.type == "cpu":
             torch.set_num_threads(choose_threads(partial(probe, decoders[0].decoder.model)))
         arms: list[Arm] = [*decoders]
-        if config.hf:
-            arms.append(TransformersArm(pair.target, sampling=config.sampling()))
+        arms += _transformers_arms(config, pair, decoders)
         records = _measure(config, pair.target, prompts, arms, out)
         with_costs = config.cost and config.max_new_tokens > 1
         costs = _costs(config, pair.target, prompts, decoders, records) if with_costs else None
-        rows = make_rows(records, arms, verifier=config.verifier, seed=config.seed, common=_common(config, pair))
+        rows = make_rows(records, arms, seed=config.seed, common=_common(config, pair))
     if costs is not None:
         write_costs(out / COSTS, costs)
     else:  # an earlier benchmark's costs do not belong to these results
@@ -167,23 +187,49 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
-    sampling = config.sampling()
+    sampling, thresholds = config.sampling(), Typical(epsilon=config.typical_epsilon, delta=config.typical_delta)
     arms = [DecoderArm(pair.target, sampling=sampling, engine=config.engine)]
-    for tree in [config.tree, *config.trees]:
-        plan = make_plan(tree)
+    for tree in [ArmConfig(**to_dict(config.tree)), *config.trees]:
+        drafter = pair.drafter if tree.drafter is None else without_weights(tree.drafter, pair.target)
+        assert drafter is not None
+        verifier = tree.verifier or config.verifier
+        candidates = tree.candidates or (config.candidates if verifier == config.verifier else "auto")
         arm = DecoderArm(
             pair.target,
-            drafter=pair.drafter,
-            plan=plan,
+            drafter=drafter,
+            plan=make_plan(tree, calibration=drafter.calibration, greedy=sampling.greedy),
             sampling=sampling,
-            verifier=config.verifier,
-            candidates=config.candidates,
-            typical=Typical(epsilon=config.typical_epsilon, delta=config.typical_delta),
+            verifier=verifier,
+            candidates=candidates,
+            typical=thresholds,
             engine=config.engine,
         )
+        marks = [drafter.name] if drafter is not pair.drafter else []
+        marks += [arm.name, *([verifier] if tree.verifier else []), *([candidates] if tree.candidates else [])]
+        arm.name = " ".join(marks)
         if arm.name in [other.name for other in arms]:
-            raise UserError(f"tree and trees must be different plans, got {arm.name} twice")
+            raise UserError(f"tree and trees must be different arms, got {arm.name} twice")
         arms.append(arm)
+    return arms
+
+
+def _transformers_arms(config: Config, pair: Pair, decoders: Sequence[DecoderArm]) -> list[Arm]:
+    """Transformers' own decoding, as far as it was asked for."""
+    sampling, arms = config.sampling(), list[Arm]()
+    if config.hf:
+        arms.append(TransformersArm(pair.target, sampling=sampling))
+    own = [arm.plan for arm in decoders if arm.drafter is pair.drafter]
+    chains = [plan.depth for plan in own if isinstance(plan, Static) and plan.name == "chain"]
+    if config.hf_assisted:
+        draft: Any = pair.drafter.backbone.model if isinstance(pair.drafter, DraftModel) else None
+        if draft is None or not chains:
+            raise UserError(
+                "hf_assisted must be false without a draft model and a chain to compare with, got "
+                f"drafter {pair.drafter.name if pair.drafter else 'none'} and {len(chains)} chains"
+            )
+        arms += [PeerArm.assisted(pair.target, draft, sampling=sampling, length=n) for n in dict.fromkeys(chains)]
+    if config.hf_lookup:
+        arms.append(PeerArm.lookup(pair.target, sampling=sampling, length=max(chains, default=5)))
     return arms
 
 
@@ -220,8 +266,7 @@ def _measure(config: Config, target: Target, prompts: Sequence[Prompt], arms: Se
 
 def _settings_key(config: Config, prompts: Sequence[Prompt]) -> dict[str, Any]:
     """What the figures of a prompt depend on: options, prompts and the drafter's weights."""
-    assert config.checkpoint is not None
-    weights = read_config(resolve_checkpoint(config.checkpoint))["weights_sha256"]
+    weights = "" if config.checkpoint is None else read_config(resolve_checkpoint(config.checkpoint))["weights_sha256"]
     texts = json.dumps([asdict(prompt) for prompt in prompts], sort_keys=True)
     options = to_dict(replace(config, report=True, cost=True, out=None, max_minutes=None))
     return {"options": options, "weights": weights, "prompts": hashlib.sha256(texts.encode()).hexdigest()}
@@ -246,7 +291,8 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
     """Fields that all rows of one benchmark share."""
     target, drafter, sampling = pair.target, pair.drafter, config.sampling()
     return {
-        "target": target.info.name,
+        # Whatever shows the name shows that lossless means relative to another model.
+        "target": target.info.name if target.base is None else f"{target.info.name}, adapted by its drafter",
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -270,15 +316,13 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
             "threads": torch.get_num_threads(),
             "target_fingerprint": dict(target.fingerprint),
             "drafter": None if drafter is None else drafter.name,
-            "drafter_parameters": 0 if drafter is None else sum(p.numel() for p in drafter.parameters()),
+            "training": {} if pair.folder is None else training_figures(pair.folder),
         },
         "provenance": collect(config=to_dict(config)),
     }
 
 
-def make_rows(
-    records: Sequence[Record], arms: Sequence[Arm], *, verifier: str, seed: int, common: dict[str, Any]
-) -> list[Row]:
+def make_rows(records: Sequence[Record], arms: Sequence[Arm], *, seed: int, common: dict[str, Any]) -> list[Row]:
     """One row per arm for every prompt set, followed by one per category where a set has several."""
     rows: list[Row] = []
     for name in dict.fromkeys(r.prompts for r in records):
@@ -290,14 +334,18 @@ def make_rows(
         for category, group in groups.items():
             by_arm = {arm.name: [r for r in group if r.arm == arm.name] for arm in arms}
             for arm in arms:
-                spec = arm.kind == "spec"
+                drafter = arm.drafter if isinstance(arm, DecoderArm) else None
+                verifier = arm.verifier if isinstance(arm, DecoderArm) and drafter is not None else None
                 rows.append(
                     Row(
                         arm=arm.name,
                         kind=arm.kind,
-                        drafter=common["settings"]["drafter"] if spec else None,
+                        drafter=None if drafter is None else drafter.name,
                         tree=arm.tree,
-                        verifier=verifier if spec else None,
+                        verifier=verifier,
+                        candidates=arm.candidates if isinstance(arm, DecoderArm) else None,
+                        lossless=verifier is None or lossless(verifier, temperature=common["temperature"]),
+                        drafter_parameters=0 if drafter is None else sum(p.numel() for p in drafter.parameters()),
                         prompts=name,
                         category=category,
                         **_figures(arm, by_arm, seed),

@@ -1,12 +1,17 @@
 """Loading the pair that decodes together: an exported drafter and the target it was trained for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from distill.config import build
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.export import load_drafter, resolve_checkpoint
-from distill.export.format import read_config
+from distill.export.files import read_json
+from distill.export.format import PROVENANCE, read_config
+from distill.registry import DRAFTERS, drafter_class
 from distill.target import Target, TargetConfig, load_target
 
 AUTO = "auto"
@@ -43,9 +48,34 @@ def load_pair(checkpoint: str | None, target: TargetConfig) -> Pair:
         return Pair(target=load_target(target), drafter=None, folder=None)
     folder = resolve_checkpoint(checkpoint)
     loaded = load_target(resolve_target(folder, target))
-    return Pair(target=loaded, drafter=load_drafter(folder, loaded, dtype=loaded.dtype), folder=folder)
+    drafter = load_drafter(folder, loaded, dtype=loaded.dtype)
+    return Pair(target=drafter.target, drafter=drafter, folder=folder)
 
 
 def resolve_target(folder: Path, target: TargetConfig) -> TargetConfig:
     """Replace the name ``auto`` by the one in the export's ``config.json``."""
     return replace(target, name=read_config(folder)["target"]["name"]) if target.name == AUTO else target
+
+
+def without_weights(options: Mapping[str, Any], target: Target) -> Drafter:
+    """Make a drafter that needs no checkpoint.
+
+    Raises:
+        UserError: unknown name or option, or a drafter that has to be trained.
+    """
+    if "name" not in options:
+        raise UserError(f"drafter must have a name, got {dict(options)}; e.g. {{name: prompt_lookup}}")
+    cls: Any = drafter_class(options["name"])
+    if cls.trainable:
+        free = ", ".join(name for name in DRAFTERS if not getattr(drafter_class(name), "trainable", True))
+        raise UserError(
+            f"a drafter without checkpoint must be one without weights ({free}), got {cls.name}; train it and pass "
+            "checkpoint=DIR"
+        )
+    return cls(build(cls.Config, options, path="drafter"), target).to(target.device).eval()
+
+
+def training_figures(folder: Path) -> dict[str, Any]:
+    """What an export says about its own training: step, tokens read, minutes."""
+    measured = read_json(folder / PROVENANCE).get("measured", {}) if (folder / PROVENANCE).is_file() else {}
+    return {name.removeprefix("train/"): value for name, value in measured.items() if name.startswith("train/")}

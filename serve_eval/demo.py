@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from distill.config import opt
+from distill.config import opt, to_dict
 from distill.data import prepare, stderr_progress
 from distill.data.store import read_manifest
 from distill.entry import compose_values
@@ -25,6 +25,7 @@ from distill.train.run import run as train
 from distill.tree import PlanConfig
 from serve_eval import bench as benchmark
 from serve_eval import report
+from serve_eval.bench import ArmConfig
 from serve_eval.bench import Config as BenchConfig
 from serve_eval.cost import read_costs
 from serve_eval.progress import clock
@@ -113,7 +114,7 @@ def build_stages(config: Config, folder: Path) -> list[Stage]:
     measured = replace(
         config.bench,
         tree=tree,
-        trees=trees,
+        trees=[ArmConfig(**to_dict(plan)) for plan in trees],
         checkpoint=str(folder),
         target=replace(settings.target),
         out=str(folder),

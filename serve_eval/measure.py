@@ -74,8 +74,9 @@ def measure_prompt(
         base = runs[arms[0].name][0].ids
         for arm in arms:
             record = _record(prompt, turn, ids, arm, runs[arm.name], peaks[arm.name])
-            # Transformers draws its own random numbers, so sampled runs of hf are not expected to agree.
-            if arm.kind != "hf" or conditions.sampling.greedy:
+            # Transformers draws its own random numbers, and so does rejection: other samples of the same law.
+            own_draws = arm.kind in ("hf", "peer") or getattr(arm, "verifier", "match") != "match"
+            if conditions.sampling.greedy or not own_draws:
                 _compare(record, base, target, ids, conditions.sampling, request_id)
             if shown and arm.kind == "spec":
                 record.question = question

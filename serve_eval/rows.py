@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from distill.errors import UserError
 from distill.files import write_atomic
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 RESULTS, RECORDS, COSTS, REPORT = "results.jsonl", "records.jsonl", "cost.json", "report.html"
 
 T = TypeVar("T")
@@ -26,8 +26,10 @@ class Row:
 
     Attributes:
         arm: unique name inside the file: ``ar``, ``hf``, or the label of the tree plan.
-        kind: ``ar`` (the same loop without a drafter), ``spec`` or ``hf`` (transformers ``generate``).
-        tree: label of the plan, None without a drafter; likewise ``drafter`` and ``verifier``.
+        kind: ``ar`` (the same loop without a drafter), ``spec``, ``hf`` (transformers ``generate``) or ``peer`` (its
+            own speculative decoding).
+        tree: label of the plan, None without a drafter; likewise ``drafter``, ``verifier`` and ``candidates``.
+        lossless: whether the output follows the target's law (typical acceptance does not at temperatures above 0).
         new_tokens: generated ids up to and including the first end token, capped; one repeat.
         tau: tokens per verification pass, bonus included, pooled; 1 for plain decoding.
         tau_prompt_mean: the same per prompt, then averaged.
@@ -49,6 +51,9 @@ class Row:
     drafter: str | None
     tree: str | None
     verifier: str | None
+    candidates: str | None = None
+    lossless: bool = True
+    drafter_parameters: int = 0
     temperature: float
     top_k: int
     top_p: float

@@ -44,8 +44,8 @@ def _table(rows: Sequence[Row]) -> Table:
         plain = row.arm == "ar"
         interval = f" [{row.speedup_ci[0]:.2f}, {row.speedup_ci[1]:.2f}]" if row.speedup_ci and not plain else ""
         table.add_row(
-            row.arm,
-            f"{row.tau:.2f}",
+            row.arm + ("" if row.lossless else " (not lossless)"),
+            "-" if row.kind == "hf" else f"{row.tau:.2f}",
             _fixed(row.tokens_per_s, ".1f"),
             "1" if plain else _fixed(row.speedup_total, ".2f") + interval,
             "1" if plain else _fixed(row.speedup_median, ".2f"),

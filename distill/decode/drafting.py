@@ -48,27 +48,29 @@ class Drafting:
         """Draft one tree under every root and forget what the drafter wrote meanwhile."""
         columns = None if self.drafter.vocab is None else self.drafter.vocab.target_ids
         noise_BPW = noise.for_drafts(self.candidates, columns)
-        if self.graphs is None or state.cache is None:
+        if self.graphs is None:
             tree = self._grow(state, root_B, noise_BPW)
             return tree if self.drafter.soft or root_B.device.type != "cpu" else trimmed(tree)
         names = [f.name for f in fields(state) if isinstance(getattr(state, f.name), Tensor)]
         cache = state.cache
-        # Every replay must attend to as many slots as the recording: the last of the bucket.
         fed = self.plan.fed + state.behind
-        end = rounded(cache.longest + fed)
+        # Every replay must attend to as many slots as the recording: the last of the bucket.
+        end = 0 if cache is None else rounded(cache.longest + fed)
         # Of the state itself nothing may stay in the recording, or its memory could never be handed on.
         frame = replace(state, cache=copy.copy(cache))
         silent = noise_BPW is None
 
         def step(root_B: Tensor, lengths_B: Tensor, *tensors: Tensor) -> DraftTree:
             fixed = copy.copy(frame.cache)
-            fixed.lengths_B, fixed.longest = lengths_B, end - fed
+            if fixed is not None:
+                fixed.lengths_B, fixed.longest = lengths_B, end - fed
             own = dict(zip(names, tensors, strict=False))
             return self._grow(replace(frame, cache=fixed, **own), root_B, None if silent else tensors[-1])
 
-        inputs = [root_B, cache.lengths_B, *(getattr(state, name) for name in names)]
+        lengths_B, where = (root_B, 0) if cache is None else (cache.lengths_B, cache.kv.data_ptr())
+        inputs = [root_B, lengths_B, *(getattr(state, name) for name in names)]
         inputs += [] if noise_BPW is None else [noise_BPW]
-        tree = self.graphs.run(step, inputs, key=(cache.kv.data_ptr(), end, self.plan, self.sampling))
+        tree = self.graphs.run(step, inputs, key=(where, end, self.plan, self.sampling))
         self.drafter.rollback(state)  # what the recording did to its own copy
         return tree
 

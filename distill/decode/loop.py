@@ -64,6 +64,11 @@ class Decoder:
         prefill_chunk: int = 512,
     ):
         assert (drafter is None) == (plan is None), "a drafter needs a plan and a plan a drafter"
+        if isinstance(drafter, Drafter) and drafter.target.base is not None and drafter.target is not target:
+            raise UserError(
+                f"target must be the one {drafter.name} was trained with, adapted by it, got {target.info.name} as it "
+                "is; decode with drafter.target"
+            )
         if engine not in get_args(Engine):
             raise UserError(f"engine must be one of {', '.join(get_args(Engine))}, got {engine!r}")
         self.target = target

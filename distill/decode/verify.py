@@ -106,6 +106,11 @@ def _check(verifier: str, rule: Rule, drafter: Any, plan: Plan) -> None:
         raise UserError(
             f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}"
         )
+    if isinstance(plan, Dynamic) and not drafter.soft:
+        raise UserError(
+            f"drafter {drafter.name!r} needs a chain or a static tree, got {plan}: it gives no confidences to choose "
+            "nodes by"
+        )
     if rule.soft and not drafter.soft:
         raise UserError(
             f"verifier {verifier!r} needs a drafter that gives a distribution, got {drafter.name!r}, which is "

@@ -37,6 +37,21 @@ class DrafterState:
     behind: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class ParamGroup:
+    """Parameters that share a learning rate.
+
+    Attributes:
+        parameters: of the drafter.
+        lr: factor on the run's learning rate.
+        warmup: their rate also rises linearly over this part of the run, from its beginning.
+    """
+
+    parameters: list[nn.Parameter]
+    lr: float = 1.0
+    warmup: float = 0.0
+
+
 class Drafter(nn.Module, ABC):
     """Base class: owns the reference to the target and the draft vocabulary."""
 
@@ -75,6 +90,17 @@ class Drafter(nn.Module, ABC):
     @abstractmethod
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
         """Return every prediction this method trains on for one packed batch."""
+
+    def on_step(self, step: int, max_steps: int) -> None:
+        """Told before every micro step of a run which optimiser step it belongs to, from 0; for weights that change."""
+
+    def param_groups(self) -> list[ParamGroup]:
+        """What is trained, and how fast; the first group's rate is the one that is logged."""
+        return [ParamGroup(parameters=[p for p in self.parameters() if p.requires_grad])]
+
+    def decoding(self) -> "Drafter":
+        """What decodes: this drafter, or one with the same weights and another target (Medusa-2's adapted one)."""
+        return self
 
     def recompute_activations(self, on: bool) -> None:
         """Trade time for memory in ``training_steps``: same values, same gradients. Drafters that can override it."""

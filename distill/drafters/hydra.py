@@ -77,11 +77,13 @@ class Hydra(Medusa):
     def kept_floats(self, share: float) -> float:
         """Joined inputs, and input and output of every block before and after its activation."""
         k = self.config.heads
-        return (k * (k + 3) / 2 + k * 3 * self.config.blocks + k) * self.target.info.hidden_size
+        heads = (k * (k + 3) / 2 + k * 3 * self.config.blocks + k) * self.target.info.hidden_size
+        return heads + self.adapter_floats()
 
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
         """One prediction per head; head i reads the text up to t_{t+1+i} and speaks about t_{t+2+i}."""
-        inputs = output.last_BLD.to(next(self.parameters()).dtype)
+        last_BLD, own = self.read(batch, output)
+        inputs = last_BLD.to(next(self.parameters()).dtype)
         found = []
         for i, head in enumerate(self.heads):
             embedded = self.target.embed(input_ids(batch, i)).to(inputs.dtype)
@@ -92,10 +94,10 @@ class Hydra(Medusa):
                     head=self.output_head(i),
                     shift=2 + i,
                     mask_BL=generated_run(batch, 1, 2 + i),
-                    weight=self.config.decay**i,
+                    weight=self.head_weight(i),
                 )
             )
-        return found
+        return found + own
 
     def new_state(self, batch_size: int, capacity: int) -> HydraState:
         """Empty state."""

@@ -1,4 +1,3 @@
-# FOUNDER TO D: written while you seemed gone; review, test, add Medusa-2; yours now. Delete this line.
 """MEDUSA (arXiv:2401.10774): heads that read one hidden state of the target and speak about tokens further on.
 
 With f_t the target's last hidden state (after the final norm), head i = 0..K-1 is
@@ -20,7 +19,8 @@ from torch import Tensor, nn
 
 from distill.alignment import generated_run
 from distill.config import opt
-from distill.drafters.base import Drafter, DrafterState
+from distill.drafters.adapting import Adapting, check
+from distill.drafters.base import DrafterState
 from distill.errors import UserError, did_you_mean
 from distill.products import project
 from distill.target import Target, TargetInfo
@@ -42,6 +42,12 @@ class MedusaConfig:
     )
     draft_vocab_size: int | None = opt(None, "pruned: kept target tokens, at most the target's vocabulary")
     decay: float = opt(0.8, "weight of head i is decay ** i")
+    lora_rank: int = opt(0, "Medusa-2: rank of an adapter on the target (needs the extra lora); 0: the target stays")
+    lora_alpha: int = opt(16, "lora: what the adapter says is scaled by lora_alpha / lora_rank")
+    adapter_lr: float = opt(0.25, "lora: factor on optim.lr for the adapter")
+    adapter_warmup: float = opt(0.1, "lora: part of the run over which the adapter's rate also rises")
+    base_weight: float = opt(1.0, "lora: weight of the term that keeps the target's distribution")
+    heads_weight: float = opt(0.2, "lora: weight of the heads beside it at the end of the run, to which it rises")
 
     def __post_init__(self) -> None:
         for name in ("heads", "blocks"):
@@ -60,6 +66,12 @@ class MedusaConfig:
             raise UserError(f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}")
         if not 0 < self.decay <= 1:
             raise UserError(f"drafter.decay must be in (0, 1], got {self.decay}")
+        check(self)
+        if self.lora_rank and self.head == "pruned":
+            raise UserError(
+                "drafter.head must be shared or own with drafter.lora_rank, since what keeps the target's distribution "
+                "needs its whole vocabulary, got pruned"
+            )
 
 
 class ResBlock(nn.Module):
@@ -76,6 +88,29 @@ class ResBlock(nn.Module):
         return x + F.silu(project(self.linear, x))
 
 
+class Scaled(nn.Sequential):
+    """A linear layer, then what the target does to its own logits: scale, soft-capping."""
+
+    def __init__(self, linear: nn.Linear, target: Target):
+        super().__init__(linear)
+        self._scale = target.scale_logits
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., D] to [..., W]."""
+        return self._scale(super().forward(x))
+
+
+def own_head(target: Target, ids: Tensor) -> nn.Module:
+    """A trained output head that starts as the target's own for ``ids`` [W]."""
+    bias = target.head_bias(ids)
+    linear = nn.Linear(target.info.hidden_size, len(ids), bias=bias is not None)
+    linear.weight.data = target.head_rows(ids).to(linear.weight)
+    if bias is not None:
+        linear.bias.data = bias.to(linear.bias)
+    # A bare layer where it says the same: losses and kernels know it.
+    return linear if isinstance(target.draft_head, nn.Module) else Scaled(linear, target)
+
+
 @dataclass(kw_only=True)
 class MedusaState(DrafterState):
     """Decoding state.
@@ -89,7 +124,7 @@ class MedusaState(DrafterState):
     logits_KB1W: Tensor | None = None
 
 
-class Medusa(Drafter):
+class Medusa(Adapting):
     """K heads on the target's last hidden state."""
 
     name = "medusa"
@@ -106,12 +141,8 @@ class Medusa(Drafter):
         )
         if config.head != "shared":
             ids = torch.arange(target.info.vocab_size) if vocab is None else vocab.target_ids
-            rows_WD = target.head_rows(ids.to(target.device)).float()
             outputs = 1 if config.head == "pruned" else config.heads
-            self.lm_heads = nn.ModuleList(nn.Linear(size, len(ids), bias=False) for _ in range(outputs))
-            for head in self.lm_heads:
-                assert isinstance(head, nn.Linear)
-                head.weight.data = rows_WD.clone()
+            self.lm_heads = nn.ModuleList(own_head(target, ids) for _ in range(outputs))
 
     @classmethod
     def taps(cls, config: MedusaConfig, info: TargetInfo) -> tuple[int, ...]:
@@ -128,8 +159,8 @@ class Medusa(Drafter):
 
     @property
     def steps(self) -> int:
-        """K."""
-        return self.config.heads
+        """One per head, and the adapted target's own next token."""
+        return self.config.heads + self.learns_adapter
 
     @property
     def steps_per_head(self) -> int:
@@ -137,22 +168,25 @@ class Medusa(Drafter):
         return 1 if self.config.head == "own" else self.steps
 
     def kept_floats(self, share: float) -> float:
-        """Input and output of every block, before and after its activation."""
-        return self.config.heads * (3 * self.config.blocks + 1) * self.target.info.hidden_size
+        """Input and output of every block, before and after its activation; what an adapter needs."""
+        heads = self.config.heads * (3 * self.config.blocks + 1) * self.target.info.hidden_size
+        return heads + self.adapter_floats()
 
     def training_steps(self, batch: Batch, output: TargetOutput) -> list[StepPrediction]:
-        """One prediction per head; head i speaks about t_{t+2+i}."""
-        features_BLD = output.last_BLD.to(next(self.parameters()).dtype)
-        return [
+        """One prediction per head; head i speaks about t_{t+2+i}. With an adapter, its own next token comes last."""
+        last_BLD, own = self.read(batch, output)
+        features_BLD = last_BLD.to(next(self.parameters()).dtype)
+        drafted = [
             StepPrediction(
                 hidden_BLD=head(features_BLD),
                 head=self.output_head(i),
                 shift=2 + i,
                 mask_BL=generated_run(batch, 1, 2 + i),
-                weight=self.config.decay**i,
+                weight=self.head_weight(i),
             )
             for i, head in enumerate(self.heads)
         ]
+        return drafted + own
 
     # -- drafting
 

@@ -11,6 +11,13 @@ tags:
 ---
 """
 
+ADAPTED = """
+**Adapted target (Medusa-2).** The files hold a low-rank adapter of {target} as well, which loading merges into its
+weights in memory. What decodes, drafted or not, is that adapted model: lossless means relative to it, not to
+{target} as published.
+
+"""
+
 USAGE = """
 ```python
 from distill.decode import Decoder
@@ -21,7 +28,7 @@ from distill.tree import Chain
 target = load_target(TargetConfig(name="{target}"))
 drafter = load_drafter("PATH/TO/THIS/FOLDER", target)
 prompt = target.encode_chat([{{"role": "user", "content": "Why is the sky blue?"}}], add_generation_prompt=True)
-answer = Decoder(target, drafter, plan=Chain(4)).generate([prompt], max_new_tokens=128)[0]
+answer = Decoder(drafter.target, drafter, plan=Chain(4)).generate([prompt], max_new_tokens=128)[0]
 print(target.decode(answer.ids))
 ```
 """
@@ -46,6 +53,7 @@ def render(config: Mapping, provenance: Mapping) -> str:
         f"# {name} drafter for {target['name']}\n",
         f"A small model that proposes tokens for {target['name']} in speculative decoding. The target checks every",
         "proposal, so the text is the target's own; this drafter only decides how fast it comes.\n",
+        *(ADAPTED.format(target=target["name"]).splitlines() if config["config"].get("lora_rank") else ()),
         f"- reads the target's hidden states entering layers {reads}; speaks {speaks}",
         f"- weights: {config['dtype']}, sha256 `{config['weights_sha256'][:16]}`",
         f"- works with one target only: {prints}\n",

@@ -170,7 +170,7 @@ def _describe(drafter: Drafter) -> dict[str, Any]:
         "taps": list(drafter.taps(drafter.config, info)),
         "draft_vocab_size": None if drafter.vocab is None else drafter.vocab.size,
         "dtype": _dtype_name(next(drafter.parameters()).dtype),
-        "target": {**to_dict(info), "fingerprint": dict(drafter.target.fingerprint)},
+        "target": {**to_dict(info), "fingerprint": dict(drafter.target.base or drafter.target.fingerprint)},
     }
 
 
@@ -187,7 +187,8 @@ def load_drafter(
 
     Args:
         folder: an export folder, or a run folder that holds one.
-        target: the model the drafter was trained for.
+        target: the model the drafter was trained for; decode with the drafter's own ``target``, which for Medusa-2 is
+            this one adapted.
         device: None follows the target.
         dtype: None keeps the type the weights were written in.
         allow_target_mismatch: turn a differing fingerprint into a warning (decoding stays lossless, acceptance
@@ -210,6 +211,9 @@ def load_drafter(
     drafter = cls(flags, target, vocab)
     _fill(folder, drafter, tensors)
     drafter.calibration = read_calibration(folder, config)
+    drafter = (
+        drafter.decoding()
+    )  # with weights as they were written: what an adapter makes of the target depends on them
     return drafter.to(device=target.device if device is None else device, dtype=dtype).eval()
 
 

@@ -270,3 +270,16 @@ def _decoder_layers(backbone: nn.Module, n_layers: int, name: str) -> list[nn.Mo
         f"target {name} must keep its {n_layers} decoder layers in one list, got {type(backbone).__name__} "
         "without one; choose another architecture"
     )
+
+
+def twin(module: nn.Module, made: dict[int, Any] | None = None) -> Any:
+    """A second tree of modules around the same parameters and buffers; hooks and children can be changed apart."""
+    made = {} if made is None else made
+    if id(module) in made:
+        return made[id(module)]
+    copied = made[id(module)] = copy.copy(module)
+    own = vars(copied)
+    own.update({key: value.copy() for key, value in own.items() if isinstance(value, dict)})
+    own.pop("forward", None)  # the packed forward of the fast engine belongs to the original
+    copied._modules = {name: None if child is None else twin(child, made) for name, child in copied._modules.items()}
+    return copied

@@ -35,7 +35,7 @@ def folder_weights(folder: Path) -> str:
     stats = [(str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     if sum(size for _, size, _ in stats) < _REMEMBER_FROM:
         return _hash_files(files)
-    sidecar = cache_dir() / "fingerprints" / _short(json.dumps(stats).encode())
+    sidecar = cache_dir() / "fingerprints" / short(json.dumps(stats).encode())
     with suppress(OSError):
         known = sidecar.read_text()
         if len(known) == 16:
@@ -91,13 +91,13 @@ def tokenizer_digest(tokenizer: Any) -> str:
         described.pop("truncation", None)
     else:
         described = tokenizer.get_vocab()
-    return _short(json.dumps(described, sort_keys=True).encode())
+    return short(json.dumps(described, sort_keys=True).encode())
 
 
 def chat_template_digest(tokenizer: Any) -> str:
     """Digest of the chat template, or "none"."""
     template = getattr(tokenizer, "chat_template", None)
-    return "none" if template is None else _short(json.dumps(template, sort_keys=True).encode())
+    return "none" if template is None else short(json.dumps(template, sort_keys=True).encode())
 
 
 def difference(ours: Mapping[str, str], other: Mapping[str, str]) -> str:
@@ -109,7 +109,8 @@ def difference(ours: Mapping[str, str], other: Mapping[str, str]) -> str:
     )
 
 
-def _short(data: bytes) -> str:
+def short(data: bytes) -> str:
+    """The digest of ``data``: 16 hex digits."""
     return hashlib.sha256(data).hexdigest()[:16]
 
 

@@ -1,17 +1,17 @@
 """The frozen target behind one class: features, logits and embeddings, the same for training and decoding."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from jinja2.exceptions import TemplateError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from distill.errors import UserError
 from distill.target import fingerprint
-from distill.target.backbone import Backbone
+from distill.target.backbone import Backbone, twin
 from distill.target.fast import FastTarget
 
 
@@ -40,6 +40,8 @@ class Target(Backbone):
     ):
         super().__init__(model.eval().requires_grad_(False), name=name, tokenizer=tokenizer)
         self._weights = weights or (lambda: fingerprint.state_weights(model.state_dict()))
+        self.base: dict[str, str] | None = None
+        """Fingerprint of what an adapted target was made from (``adapted``); None: it is as it was loaded."""
 
     @cached_property
     def fingerprint(self) -> dict[str, str]:
@@ -49,6 +51,27 @@ class Target(Backbone):
             "tokenizer": fingerprint.tokenizer_digest(self.tokenizer),
             "chat_template": fingerprint.chat_template_digest(self.tokenizer),
         }
+
+    @torch.no_grad()
+    def adapted(self, deltas: Mapping[str, Tensor], digest: str) -> "Target":
+        """Return another target, whose linear layers named in ``deltas`` have W + delta; all else is shared.
+
+        Args:
+            deltas: module name -> [O, I].
+            digest: names the change; the new fingerprint covers it and the weights it was made from.
+        """
+        assert self.base is None, "adapted twice"
+        model = twin(self.model)
+        for name, delta_OI in deltas.items():
+            linear = model.get_submodule(name)
+            wide = torch.promote_types(linear.weight.dtype, delta_OI.dtype)
+            changed_OI = (linear.weight.to(wide) + delta_OI.to(self.device, wide)).to(linear.weight.dtype)
+            linear.weight = nn.Parameter(changed_OI, requires_grad=False)
+        base = self.fingerprint
+        weights = fingerprint.short(f"{base['weights']}+{digest}".encode())
+        made = Target(model, name=self.info.name, tokenizer=self.tokenizer, weights=lambda: weights)
+        made.base = base
+        return made
 
     @cached_property
     def fast(self) -> FastTarget:
@@ -64,6 +87,11 @@ class Target(Backbone):
     def head_rows(self, ids: Tensor) -> Tensor:
         """Return a copy of the output head's rows for ``ids`` [N]: [N, D]."""
         return self._head.weight[ids.to(self.device)].clone()
+
+    @torch.no_grad()
+    def head_bias(self, ids: Tensor) -> Tensor | None:
+        """Return a copy of the output head's bias for ``ids`` [N], None where it has none."""
+        return None if self._head.bias is None else self._head.bias[ids.to(self.device)].clone()
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool) -> list[int]:
         """Render ``messages`` (role, content) with the chat template and return the ids.

@@ -10,6 +10,7 @@ from distill.errors import UserError
 from distill.losses import LossConfig
 from distill.registry import drafter_class
 from distill.target import TargetConfig
+from distill.target.adapter import require_peft
 from distill.train.schedule import OptimConfig
 
 
@@ -110,6 +111,11 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Write every option of the drafter into ``drafter``, defaults included."""
         self.drafter = to_dict(self.drafter_config())
+        if self.drafter.get("lora_rank") and self.target.shard != "none":
+            raise UserError(
+                "target.shard must be none with drafter.lora_rank, since the adapted target runs beside the frozen one "
+                f"in every process, got {self.target.shard}"
+            )
         if self.data.features == "store" and self.drafter.get("on_policy"):
             raise UserError(
                 "data.features must be online with drafter.on_policy, since stored features are those of the text the "
@@ -126,6 +132,22 @@ class TrainConfig:
             raise UserError("drafter.name must be given, got a drafter without one")
         cls: Any = drafter_class(self.drafter["name"])
         return build(cls.Config, self.drafter, path="drafter")
+
+    def trained_class(self) -> Any:
+        """The chosen drafter's class.
+
+        Raises:
+            UserError: a baseline that has nothing to train, or a package that training it needs is missing.
+        """
+        cls: Any = drafter_class(self.drafter["name"])
+        if not cls.trainable:
+            raise UserError(
+                f"drafter must be one that is trained, got {cls.name}, which has no weights; measure it with "
+                f"python -m serve_eval task=bench drafter={cls.name}"
+            )
+        if self.drafter.get("lora_rank"):
+            require_peft()
+        return cls
 
 
 def _at_least_one(name: str, value: int) -> None:

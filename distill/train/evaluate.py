@@ -29,6 +29,7 @@ def decode(drafter: Drafter, prompts: Sequence[list[int]], config: EvalConfig) -
     """Decode prompts greedily with ``drafter`` as it is now, drafting a chain."""
     depth = min(config.depth, drafter.max_depth or config.depth)
     training = drafter.training
+    drafter = drafter.decoding()
     decoder = Decoder(drafter.target, drafter.eval(), plan=Chain(depth))
     generations = decoder.generate(list(prompts), max_new_tokens=config.max_new_tokens)
     drafter.train(training)

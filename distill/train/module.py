@@ -116,6 +116,7 @@ class DraftModule(pl.LightningModule):
         # A function of where we are, so a resumed run draws what the uninterrupted one drew.
         place = (self.trainer.global_step * micro + batch_idx % micro) * self.trainer.world_size
         torch.manual_seed((self.seed * 2**40 + place + self.trainer.global_rank) % 2**63)
+        self.drafter.on_step(self.trainer.global_step, self.max_steps)
         result = step_loss(self.drafter, batch, self.loss_config)
         parts = micro * self.trainer.world_size
         self.sums.add(result, tokens=batch.denominator / parts, denominator=batch.denominator)

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import lightning.pytorch as pl
 import torch
@@ -44,7 +43,7 @@ from distill.train.checkpoint import AtomicCheckpointIO, Checkpoints, find_best,
 from distill.train.config import EvalConfig, TrackingConfig, TrainConfig, TrainerConfig
 from distill.train.evaluate import decode
 from distill.train.folder import RunFolder
-from distill.train.measure import frozen_plan, precision
+from distill.train.measure import frozen_plan, precision, spent
 from distill.train.module import DraftModule
 from distill.train.parallel import World, environment, left_behind_cleared, losses_explained, strategy
 from distill.train.schedule import OptimConfig, Plan
@@ -92,12 +91,7 @@ def run(config: TrainConfig) -> RunResult:
     Raises:
         UserError: anything the user can fix.
     """
-    kind: Any = drafter_class(config.drafter["name"])
-    if not kind.trainable:
-        raise UserError(
-            f"drafter must be one that is trained, got {kind.name}, which has no weights; measure it with "
-            f"python -m serve_eval task=bench drafter={kind.name}"
-        )
+    config.trained_class()  # what cannot be trained is refused before anything is loaded
     world = World.detect(config.trainer)
     config = world.resolve(config)
     folder = RunFolder.choose(config, world)
@@ -119,8 +113,8 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
         torch.cuda.set_device(world.local_rank)
 
     target = frozen_target(config, world)
-    kind: Any = drafter_class(config.drafter["name"])
-    kind.taps(config.drafter_config(), target.info)  # what does not fit is refused before data are written
+    # What does not fit is refused before data are written.
+    config.trained_class().taps(config.drafter_config(), target.info)
     told = {}
     if isinstance(sign, Watcher):
         write_share(
@@ -248,8 +242,7 @@ def stored_features(
     if config.data.features == "online":
         return None
     where = Path(config.data.features_folder) if config.data.features_folder else folder.path / "features"
-    kind: Any = drafter_class(config.drafter["name"])
-    taps = kind.taps(config.drafter_config(), target.info)
+    taps = config.trained_class().taps(config.drafter_config(), target.info)
     if isinstance(sign, Watcher):
         return open_features(config.data, data, target, where, taps=taps)
     sign.tell("preparing features")
@@ -350,7 +343,7 @@ def export_best(
     """
     best = find_best(folder.checkpoints)
     drafter = trained_drafter(config, best.path, target)
-    measured = {"step": best.step, **best.metrics}
+    measured = {"step": best.step, **best.metrics, **spent(config, folder, best.step)}
     # Under another name until the figures are in: the export appears last, complete, and marks the run as finished.
     with fresh_folder(folder.export, what="export folder") as scratch:
         fresh = save_drafter(drafter, scratch / "export", provenance=read_json(folder.provenance), card=measured)

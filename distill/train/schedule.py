@@ -6,14 +6,15 @@ and resume are exact because nothing reads a clock afterwards.
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from torch import nn, optim
 
 from distill.config import opt
+from distill.drafters.base import Drafter, ParamGroup
 from distill.errors import UserError
 from distill.files import write_atomic
 
@@ -66,17 +67,32 @@ def lr_scale(step: int, *, max_steps: int, config: OptimConfig) -> float:
     return config.min_lr + (1 - config.min_lr) * left
 
 
+def group_scale(step: int, *, max_steps: int, config: OptimConfig, group: ParamGroup) -> float:
+    """As ``lr_scale``, for one group of parameters with a factor and a warm-up of its own."""
+    risen = min(1.0, (step + 1) / max(group.warmup * max_steps, 1.0))
+    return group.lr * risen * lr_scale(step, max_steps=max_steps, config=config)
+
+
 def build_optimizer(
     module: nn.Module, config: OptimConfig, *, max_steps: int
 ) -> tuple[optim.AdamW, optim.lr_scheduler.LambdaLR]:
     """Return AdamW over the trainable parameters of ``module`` and its schedule, to be stepped once per step."""
-    parameters = [p for p in module.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    adamw = optim.AdamW([g for g in groups if g["params"]], lr=config.lr, betas=config.betas)
-    return adamw, optim.lr_scheduler.LambdaLR(adamw, lambda step: lr_scale(step, max_steps=max_steps, config=config))
+    whole = ParamGroup(parameters=[p for p in module.parameters() if p.requires_grad])
+    groups: list[dict[str, Any]] = []
+    scales: list[Callable[[int], float]] = []
+    for group in module.param_groups() if isinstance(module, Drafter) else [whole]:
+
+        def scale(step: int, group: ParamGroup = group) -> float:
+            return group_scale(step, max_steps=max_steps, config=config, group=group)
+
+        matrices = [p for p in group.parameters if p.ndim >= 2]
+        others = [p for p in group.parameters if p.ndim < 2]
+        for parameters, decay in ((matrices, config.weight_decay), (others, 0.0)):
+            if parameters:
+                groups.append({"params": parameters, "weight_decay": decay})
+                scales.append(scale)
+    adamw = optim.AdamW(groups, lr=config.lr, betas=config.betas)
+    return adamw, optim.lr_scheduler.LambdaLR(adamw, scales)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -40,6 +40,7 @@ FENCES = {
     "lightning": {"distill.train", "distill.data.datamodule"},
     "wandb": {"distill.train.tracking"},
     "flash_attn": {"distill.attention"},
+    "peft": {"distill.target.adapter"},
     "jinja2": {
         "serve_eval.report",
         "distill.target.model",

@@ -215,6 +215,29 @@ def test_eagle3_with_a_pruned_vocabulary(plan, setting):
     assert [g.ids for g in decoder.generate(few, max_new_tokens=N_NEW, ignore_eos=True)] == want
 
 
+class Shared(Markov):
+    """All nodes of a depth have the same logits, which are given once (Medusa's heads): they know the root alone."""
+
+    def step(self, state, frontier):
+        if frontier.depth == 0:
+            self.root_B1 = frontier.tokens_BF
+        return self.table_VV[(self.root_B1 + frontier.depth) % V]
+
+
+@pytest.mark.parametrize("plan", ["chain4", "bushy"])
+def test_logits_shared_by_the_nodes_of_a_depth(plan):
+    sampling = Sampling(temperature=0.7, seed=4)
+    with torch.no_grad():
+        want = [
+            written_out(target_of(), lambda ids, path: table()[(ids[-1] + len(path)) % V], PLANS[plan], p, r, sampling)[
+                0
+            ]
+            for r, p in enumerate(prompts())
+        ]
+    decoder = Decoder(target_of(), Shared(table()), plan=PLANS[plan], sampling=sampling, verifier="rejection")
+    assert [g.ids for g in decoder.generate(prompts(), max_new_tokens=N_NEW, ignore_eos=True)] == want
+
+
 @pytest.mark.parametrize("engine", ["eager", "fast"])
 def test_batch_equals_alone(engine):
     """Keys belong to requests and positions: neighbours, chunks and the engine change nothing."""

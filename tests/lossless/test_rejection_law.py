@@ -359,18 +359,12 @@ def coins_of_the_draft(monkeypatch):
     monkeypatch.setattr(coupling.RoundNoise, "coins", shared)
 
 
-def draft_noise_for_the_last_draw(monkeypatch):
-    true = coupling.RoundNoise.of_stream
-    monkeypatch.setattr(coupling.RoundNoise, "of_stream", lambda self, _, **kwargs: true(self, "draft", **kwargs))
-
-
 @pytest.mark.parametrize(
     "fault,plan",
     [
         (unrenormalised, "tree"),
         (argmax_scored_softly, "chain"),
         (coins_of_the_draft, "chain"),
-        (draft_noise_for_the_last_draw, "tree"),
     ],
 )
 def test_the_count_notices_a_fault(fault, plan, monkeypatch):

@@ -12,6 +12,8 @@ from distill.drafters.draft_model import DraftModel, DraftModelConfig
 from distill.graphs import Graphs
 from distill.losses import LossConfig, total
 from distill.sampling import Sampling
+from distill.target import TargetConfig, load_target
+from distill.target.cache import cache_dir
 from distill.target.tiny import FAMILIES, tiny_target
 from distill.tree import Chain, Dynamic
 from distill.types import Frontier
@@ -212,3 +214,20 @@ def test_assisted_generation_accepts_as_many(family, engine, k, monkeypatch):
         compared += mine
     assert len(compared) > 15
     assert len(set(compared)) > 1, "always the same number: choose another draft"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["eager", "fast"])
+def test_assisted_generation_accepts_as_many_with_smollm2(engine, monkeypatch):
+    """A real model: SmolLM2 with three of its layers left out drafts for the whole one."""
+    if not list((cache_dir() / "targets").glob("smollm2-*")):
+        pytest.skip("SmolLM2 has not been fetched yet")
+    target = load_target(TargetConfig(name="smollm2", dtype="float32", device="cpu"))
+    layers = [i for i in range(30) if i not in (12, 17, 22)]
+    drafter = DraftModel(DraftModelConfig(layers=layers), target).eval()
+    messages = [{"role": "user", "content": "Name three rivers in Europe and say where each of them ends."}]
+    prompt = target.encode_chat(messages, add_generation_prompt=True)
+    mine, theirs = acceptance_of_both(target, drafter, prompt, k=3, n_new=48, engine=engine, monkeypatch=monkeypatch)
+    assert mine == theirs
+    assert len(mine) > 8
+    assert len(set(mine)) > 1

@@ -1,8 +1,10 @@
-"""Training works, not only runs: on text the target has learnt, acceptance rises from about 1 to above 3.
+"""Training works, not only runs: on text the target has learnt, acceptance rises from about 1 to 3.
 
 The text: each token follows from the two before it by a random table, now and then another one. A tiny target
 learns it in a plain PyTorch loop, writes the drafter's training text itself, and the drafter is trained on that.
 """
+
+from functools import cache
 
 import pytest
 import torch
@@ -11,9 +13,11 @@ from oracles import pack
 
 from distill.attention import packed_mask
 from distill.decode import Decoder
-from distill.drafters.eagle3 import Eagle3, Eagle3Config
+from distill.drafters.eagle1 import Eagle1Config
+from distill.drafters.eagle3 import Eagle3Config
 from distill.losses import LossConfig, total
 from distill.metrics import simulated_tau, tau
+from distill.registry import drafter_class
 from distill.sampling import Sampling
 from distill.target.tiny import tiny_target
 from distill.tree import Chain, Dynamic
@@ -91,45 +95,65 @@ def measured(drafter, plan, prompts):
     return tau([s for g in got for s in g.steps]), [g.ids for g in got]
 
 
-@pytest.mark.slow
-def test_acceptance_rises_from_one_to_above_three():
+PROMPT_LEN = 6
+CASES = {
+    "eagle3": (Eagle3Config(draft_vocab_size=V - 3, ttt_steps=5, head_init="random"), 3.0),
+    "eagle1": (Eagle1Config(), 2.3),
+    "eagle1-hass": (Eagle1Config(steps=3), 2.3),
+}
+"""Drafter, and the acceptance its chain of 5 must get above: one step of training teaches one step of drafting best."""
+
+
+@cache
+def taught():
+    """A target that has learnt the text, what it writes below many prompts, and prompts it has not written below."""
     generator = torch.Generator().manual_seed(0)
     table = torch.randint(0, V - 3, (V - 3, V - 3), generator=generator)
     target = tiny_target("llama", seed=1, vocab_size=V, hidden=48, layers=3)
     assert learn(target, table, generator, steps=200) < 0.8  # a model of single tokens is left at about 2.3
-
-    prompt_len = 6
-    starts = write(table, 96, generator, length=prompt_len, slip=0.3).tolist()
+    starts = write(table, 96, generator, length=PROMPT_LEN, slip=0.3).tolist()
     writer = Decoder(target, sampling=Sampling(temperature=1.0))
     texts = [
         p + g.ids for p, g in zip(starts, writer.generate(starts, max_new_tokens=26, ignore_eos=True), strict=True)
     ]
-    counts = torch.bincount(torch.tensor(texts)[:, prompt_len:].flatten(), minlength=V)
-    vocab, report = choose_vocab(counts, V - 3)
-    assert report.coverage > 0.99
-
-    torch.manual_seed(0)
-    drafter = Eagle3(Eagle3Config(draft_vocab_size=V - 3, ttt_steps=5, head_init="random"), target, vocab)
-    held_out = write(table, 24, generator, length=prompt_len, slip=0.3).tolist()
+    held_out = write(table, 24, generator, length=PROMPT_LEN, slip=0.3).tolist()
     held_out = [p for p in held_out if p not in starts][:16]
     assert len(held_out) == 16
+    return target, texts, held_out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_acceptance_rises(case):
+    target, texts, held_out = taught()
+    config, enough = CASES[case]
+    vocab = None
+    if isinstance(config, Eagle3Config):
+        counts = torch.bincount(torch.tensor(texts)[:, PROMPT_LEN:].flatten(), minlength=V)
+        vocab, report = choose_vocab(counts, config.draft_vocab_size)
+        assert report.coverage > 0.99
+
+    torch.manual_seed(0)
+    drafter = drafter_class(config.name)(config, target, vocab)
     before, plain = measured(drafter, Chain(5), held_out)
     assert 1.0 <= before < 1.4
 
-    train(drafter, texts, prompt_len, 120, generator)
+    train(drafter.train(), texts, PROMPT_LEN, 120, torch.Generator().manual_seed(1))
 
-    after, same = measured(drafter, Chain(5), held_out)
+    after, same = measured(drafter.eval(), Chain(5), held_out)
     assert same == plain, "training the drafter must not change a token"
-    assert after > 3
+    assert after > enough
     tree, same = measured(drafter, Dynamic(top_k=3, depth=5, total=12), held_out)
     assert same == plain
-    assert tree > 3
-    # Simulated on the text that was decoded, teacher forced: what the chain reached, to sampling error.
+    assert tree > enough
+    # Simulated on the text that was decoded, teacher forced: what the chain reached, to sampling error. It knows as
+    # many steps as were trained, so it is held against a chain of that length.
     drafted_texts = [p + ids for p, ids in zip(held_out, plain, strict=True)]
-    batch, output = features(drafter, drafted_texts, prompt_len)
+    batch, output = features(drafter, drafted_texts, PROMPT_LEN)
     result = total(
         drafter.training_steps(batch, output), batch, output, target=target, vocab=vocab, config=LossConfig()
     )
-    inner = result.valid_KBL & result.valid_KBL[-1]  # starts far enough from the end for all five steps
+    reached, _ = measured(drafter, Chain(drafter.steps), held_out)
+    inner = result.valid_KBL & result.valid_KBL[-1]  # starts far enough from the end for all steps
     simulated = float(simulated_tau(result.hits_KBL, inner))
-    assert simulated == pytest.approx(after, rel=0.25), (before, after, tree)
+    assert simulated == pytest.approx(reached, rel=0.25), (before, after, tree)

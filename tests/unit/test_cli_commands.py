@@ -8,6 +8,7 @@ import pytest
 
 from distill.config import describe
 from distill.entry import choices
+from distill.registry import DRAFTERS
 from distill.train import main as train_main
 from distill.train.config import TrainConfig
 from serve_eval import __main__ as eval_main
@@ -42,6 +43,9 @@ def test_sweep_gives_every_run_a_folder(started):
     assert [config.optim.lr for config in started] == [1e-4, 3e-4]
 
 
+KNOWN = ", ".join(sorted(DRAFTERS))
+
+
 @pytest.mark.parametrize(
     "argument,sentence",
     [
@@ -49,9 +53,9 @@ def test_sweep_gives_every_run_a_folder(started):
         ("+drafter.ttt_stps=4", "unknown option 'drafter.ttt_stps'. Did you mean 'drafter.ttt_steps'?"),
         ("ttt_steps=4", "unknown option 'ttt_steps'. Did you mean 'drafter.ttt_steps'?"),
         ("lr=1e-3", "unknown option 'lr'. Did you mean 'optim.lr'?"),
-        ("drafter=eagle4", "drafter must be one of eagle3, got 'eagle4'. Did you mean 'eagle3'?"),
-        ("drafter.name=eagle4", "drafter must be one of eagle3, got 'eagle4'. Did you mean 'eagle3'?"),
-        ("loss=mse", "loss must be one of ce, kl, lk, reverse_kl, tv, got 'mse'."),
+        ("drafter=eagle4", f"drafter must be one of {KNOWN}, got 'eagle4'. Did you mean 'eagle3'?"),
+        ("drafter.name=eagle4", f"drafter must be one of {KNOWN}, got 'eagle4'. Did you mean 'eagle3'?"),
+        ("loss=mse", "loss must be one of ce, hard, jsd, kl, lk, reverse_kl, tv, got 'mse'."),
         ("optim.lr=nan", "optim.lr must be a number, got NaN"),
         ("optim.lr=-1", "optim.lr must be above 0, got -1"),
         ("data.temperature=-1", "temperature must"),
@@ -126,7 +130,7 @@ def test_eval_help_explains_every_option_of_the_task(task, capsys):
         (["task=bench", "tree=star"], "tree must be one of calibrated, chain, "),
         (["task=bench", "tree.name=star"], "tree.name must be one of chain, static, calibrated, dynamic, got 'star'"),
         (["task=bench", "temperature=-1", "checkpoint=x"], "temperature must"),
-        (["task=bench"], "checkpoint must be a run folder or an export folder, got none"),
+        (["task=bench"], "either checkpoint (a run folder or an export folder) or drafter (one without weights) must be given, got none"),
         (["task=bench", "prompts=mtbench,nowhere.jsonl", "checkpoint=x"], "prompts"),
     ],
 )

@@ -111,7 +111,7 @@ def stored():
         },
     }
     arms = [Arm(name) for name in ("ar", "chain-3", "dynamic-2x2-5", "hf")]
-    rows = make_rows(records, arms, verifier="match", seed=0, common=common)
+    rows = make_rows(records, arms, seed=0, common=common)
     curve = VerifyCurve(context=64, widths=[1, 4, 5, 8], seconds=[0.1, 0.12, 0.13, 0.2], ratio=[1.0, 1.2, 1.3, 2.0])
     rounds = [
         RoundCost(arm=a, rounds=3, nodes=n, tau=t, target_s=0.1, draft_s=d, extend_s=d / 2, host_s=0.01)
@@ -206,8 +206,8 @@ def test_results_of_another_version_or_none_are_refused(folder, tmp_path):
     with pytest.raises(UserError, match="must exist"):
         report.run(report.Config(results=str(tmp_path / "none")))
     path = folder / "cost.json"
-    path.write_text(path.read_text().replace('"schema_version": 1', '"schema_version": 7'))
-    with pytest.raises(UserError, match="schema version must be 1, got 7"):
+    path.write_text(path.read_text().replace('"schema_version": 2', '"schema_version": 7'))
+    with pytest.raises(UserError, match="schema version must be 2, got 7"):
         report.run(report.Config(results=str(folder)))
     path.write_text("{")
     with pytest.raises(UserError, match="damaged"):

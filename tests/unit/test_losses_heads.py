@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distill.alignment import recurrent_mask
-from distill.divergence import Rows, pointwise
+from distill.divergence import Rows, argmax, pointwise
 from distill.losses import LossConfig, total
 from distill.target.tiny import tiny_target
 from distill.types import StepPrediction, TargetOutput
@@ -256,6 +256,48 @@ def test_logits_are_never_held_whole(name):
 
 
 # -- one position by hand
+
+
+@pytest.mark.parametrize("width", [1, 30, 64, 256, 1000, 8192])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_argmax_is_the_first_of_equals(width, dtype):
+    """Few distinct values, so that nearly every row has ties, inside a block of 64 and across blocks."""
+    x = torch.randint(-3, 3, (50, width), generator=torch.Generator().manual_seed(width)).to(dtype)
+    want = [row.index(max(row)) for row in x.tolist()]
+    assert argmax(x).tolist() == want
+    assert argmax(x[:, : width // 2 + 1]).tolist() == [row.index(max(row)) for row in x[:, : width // 2 + 1].tolist()]
+    assert argmax(x[:0]).tolist() == []
+
+
+def test_pieces_change_nothing(monkeypatch):
+    """On a CPU the logits are worked on a few rows at a time."""
+    for pruned in (True, False):
+        s = setting(pruned=pruned)
+        whole = run(s, "jsd", hard=0.2)
+        monkeypatch.setattr("distill.losses.piece_rows", lambda *_: 2)
+        pieces = run(s, "jsd", hard=0.2)
+        monkeypatch.undo()
+        torch.testing.assert_close(pieces.loss, whole.loss, rtol=1e-12, atol=0)
+        assert torch.equal(pieces.hits_KBL, whole.hits_KBL)
+        for one, two in zip(gradients(s, pieces.loss), gradients(s, whole.loss), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-15)
+
+
+def test_heads_without_a_position_in_a_chunk():
+    """Steps through heads of their own count in different places: some chunks have nothing for some heads."""
+    s = setting(pruned=False)
+    masks = torch.zeros(K, B, L, dtype=torch.bool)
+    masks[0, 0, 2] = masks[1, 1, 5] = True
+    heads = [linear(V) for _ in range(K)]
+    s.predictions = [
+        dataclasses.replace(p, head=head, mask_BL=mask)
+        for p, head, mask in zip(s.predictions, heads, masks, strict=True)
+    ]
+    want, got = reference(s, "ce"), run(s, "ce", chunk=1)
+    torch.testing.assert_close(got.loss, want[0].detach(), rtol=1e-12, atol=0)
+    assert got.count_K.tolist() == [1, 1, 0]
+    got.loss.backward()
+    assert [float(h.weight.grad.abs().sum()) > 0 for h in heads] == [True, True, False]
 
 
 def test_pointwise_by_hand():

@@ -56,6 +56,8 @@ FULL = [
     ("medusa", {"head": "own"}, {"length": 1024}),
     ("medusa", {}, {"vocab": 20000}),
     ("medusa", {"head": "pruned", "draft_vocab_size": 500}, {}),
+    ("medusa", {"lora_rank": 8}, {}),
+    ("medusa", {"lora_rank": 8}, {"length": 1024}),
     ("draft_model", {}, {}),
     ("draft_model", {}, {"vocab": 20000}),
     ("eagle1", {}, {}),

@@ -3,10 +3,11 @@ import math
 import pytest
 from torch import nn
 
+from distill.drafters.base import ParamGroup
 from distill.errors import UserError
 from distill.train.config import TrainerConfig, parse_minutes
 from distill.train.measure import timed
-from distill.train.schedule import OptimConfig, Plan, build_optimizer, lr_scale, make_plan
+from distill.train.schedule import OptimConfig, Plan, build_optimizer, group_scale, lr_scale, make_plan
 
 COSTS = {"step": 1.0, "val": 3.0, "checkpoint": 2.0, "decode": 5.0}
 OPEN = {"val": None, "checkpoint": None, "decode": None}
@@ -43,6 +44,15 @@ def test_only_matrices_decay_and_frozen_parameters_stay_out():
     decays = {tuple(p.shape): g["weight_decay"] for g in optimizer.param_groups for p in g["params"]}
     assert decays == {(2, 2): 0.1, (2,): 0.0}
     assert sum(len(g["params"]) for g in optimizer.param_groups) == 3
+
+
+def test_groups_of_a_drafter_have_their_own_scale():
+    config, group = OptimConfig(warmup=4, min_lr=0.25), ParamGroup(parameters=[], lr=0.5, warmup=0.5)
+    usual = [lr_scale(s, max_steps=12, config=config) for s in range(12)]
+    plain = ParamGroup(parameters=[])
+    assert [group_scale(s, max_steps=12, config=config, group=plain) for s in range(12)] == usual
+    slow = [group_scale(s, max_steps=12, config=config, group=group) for s in range(12)]
+    assert slow == pytest.approx([0.5 * min(1, (s + 1) / 6) * usual[s] for s in range(12)])
 
 
 def test_time_becomes_steps_with_everything_paid_for():

@@ -318,7 +318,7 @@ def test_make_plan():
         (lambda: Dynamic(top_k=2, depth=0, total=4), "tree.depth must be >= 1"),
         (lambda: Dynamic(top_k=2, depth=2, total=1), "tree.total must be >= 2"),
         (lambda: make_plan(PlanConfig(name="static", paths=[])), "tree.paths"),
-        (lambda: make_plan(PlanConfig(name="dynamix")), "chain, static, dynamic.*Did you mean 'dynamic'"),
+        (lambda: make_plan(PlanConfig(name="dynamix")), "chain, static, calibrated, dynamic.*Did you mean 'dynamic'"),
     ],
 )
 def test_impossible_plans(make, message):

@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Every method on one target: equal data, equal training time, its best plan, two prompt sets, T = 0 and T = 1, one table.
+# Interrupted, it goes on where it stopped. MINUTES is the training time of each method, LIMIT the prompts per set.
+. "$(dirname "$0")/../lib.sh"
+OUT=${OUT:-runs/compare$([ "$SMOKE" = 1 ] && echo -smoke || true)}
+MINUTES=${MINUTES:-9}
+LIMIT=${LIMIT:-8}
+METHODS=${METHODS:-eagle3 eagle1 medusa hydra draft_model}
+TREES='[{name: chain, length: 1}, {name: calibrated, depth: 3, top_k: 3, total: 8}, {name: dynamic, top_k: 3, depth: 3, total: 8}]'
+
+# EAGLE-3 comes first: it writes the features of the target that the others read a part of.
+for name in $METHODS; do
+    train "$name" "compare_$name" "$OUT/$name" "data.folder=$OUT/data" "data.features_folder=$OUT/features" \
+        "trainer.max_time=$MINUTES"
+done
+
+results=()
+for t in 0.0 1.0; do
+    for name in $METHODS; do
+        extra=(hf_lookup=true "trees=$TREES")
+        [ "$name" = draft_model ] && extra+=(hf_assisted=true)
+        [ "$name" = eagle3 ] && extra=(hf_lookup=true "trees=${TREES%]}, {drafter: {name: prompt_lookup}, name: chain, length: 3}, {drafter: {name: early_exit}, name: chain, length: 2}]")
+        bench "$OUT/$name" "$OUT/bench-$name-$t" prompts=mtbench,humaneval "limit=$LIMIT" max_new_tokens=64 repeats=1 \
+            tree=chain "temperature=$t" "${extra[@]}"
+        results+=("$OUT/bench-$name-$t")
+    done
+done
+"$PYTHON" -m serve_eval task=compare "results=[$(IFS=,; echo "${results[*]}")]" "out=$OUT"

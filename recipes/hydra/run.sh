@@ -1,0 +1,8 @@
+#!/usr/bin/env bash
+# Hydra heads: data, training, export, measuring, report. Interrupted, it goes on where it stopped.
+. "$(dirname "$0")/../lib.sh"
+RUN=${RUN:-runs/hydra$([ "$SMOKE" = 1 ] && echo -smoke || true)}
+
+train hydra compare_hydra "$RUN"
+bench "$RUN" "$RUN/bench" tree=calibrated 'trees=[{name: chain, length: 3}]' limit=8 max_new_tokens=64 repeats=1
+echo "report: $RUN/bench/report.html"
