@@ -8,13 +8,13 @@ import importlib
 from distill.errors import UserError, did_you_mean
 
 DRAFTERS: dict[str, str] = {
-    "draft_model": "distill.drafters.draft_model:DraftModel",
-    "early_exit": "distill.drafters.early_exit:EarlyExit",
-    "prompt_lookup": "distill.drafters.prompt_lookup:PromptLookup",
-    "eagle1": "distill.drafters.eagle1:Eagle1",
-    "hydra": "distill.drafters.hydra:Hydra",
-    "medusa": "distill.drafters.medusa:Medusa",
     "eagle3": "distill.drafters.eagle3:Eagle3",
+    "eagle1": "distill.drafters.eagle1:Eagle1",
+    "medusa": "distill.drafters.medusa:Medusa",
+    "hydra": "distill.drafters.hydra:Hydra",
+    "draft_model": "distill.drafters.draft_model:DraftModel",
+    "prompt_lookup": "distill.drafters.prompt_lookup:PromptLookup",
+    "early_exit": "distill.drafters.early_exit:EarlyExit",
 }
 
 
