@@ -20,7 +20,7 @@ from bench.record import Options
 from bench.table import history_table, print_run
 from distill.errors import UserError, did_you_mean
 
-PARTS = ("machine", "decoding", "training", "features", "writing", "peers")
+PARTS = ("machine", "decoding", "trees", "draft_chain", "training", "methods", "features", "writing", "peers")
 """Modules of this package with ``run(options) -> list[Measurement]``."""
 
 

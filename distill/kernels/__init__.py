@@ -18,7 +18,8 @@ import torch
 from distill.errors import UserError
 from distill.files import sync, write_atomic
 
-SOURCE = Path(__file__).with_name("skinny.cpp")
+FOLDER = Path(__file__).parent
+SOURCES = (FOLDER / "skinny.cpp", FOLDER / "tree.cpp")
 FLAGS = ("-O3", "-march=native", "-fopenmp", "-fPIC", "-std=c++17")
 
 
@@ -78,6 +79,14 @@ def _library() -> ctypes.CDLL:
     library.draftsmith_rotate_write.restype = None
     library.draftsmith_hash.argtypes = [ctypes.c_int32] * 2 + [pointer, integer]
     library.draftsmith_hash.restype = None
+    library.draftsmith_best.argtypes = [pointer] * 4 + [integer] * 6 + [ctypes.c_float] * 2
+    library.draftsmith_best.restype = None
+    library.draftsmith_level.argtypes = [pointer] * 10 + [integer] * 9
+    library.draftsmith_level.restype = None
+    library.draftsmith_rerank.argtypes = [pointer] * 6 + [integer] * 4
+    library.draftsmith_rerank.restype = None
+    library.draftsmith_geometry.argtypes = [pointer] * 3 + [integer] * 2
+    library.draftsmith_geometry.restype = None
     return library
 
 
@@ -98,7 +107,8 @@ def _build(compiler: str) -> Path:
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout
     # -march=native means what this CPU can do, and a cache folder may be shared between machines.
     cpu = subprocess.run([compiler, "-march=native", "-Q", "--help=target"], capture_output=True, text=True, check=True)
-    key = hashlib.sha256("\0".join([SOURCE.read_text(), version, cpu.stdout, *FLAGS]).encode()).hexdigest()[:16]
+    texts = [path.read_text() for path in (*SOURCES, FOLDER / "vectors.h")]
+    key = hashlib.sha256("\0".join([*texts, version, cpu.stdout, *FLAGS]).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = root / "draftsmith" / "kernels"
     built, digest = folder / f"skinny-{key}.so", folder / f"skinny-{key}.sha256"
@@ -106,20 +116,20 @@ def _build(compiler: str) -> Path:
     if built.is_file() and digest.is_file() and digest.read_text() == hashlib.sha256(built.read_bytes()).hexdigest():
         return built
     folder.mkdir(parents=True, exist_ok=True)
-    parts = [folder / f".skinny-{key}.{os.getpid()}{end}" for end in (".o", ".so")]
+    *objects, whole = (folder / f".skinny-{key}.{os.getpid()}.{end}" for end in (*(s.stem for s in SOURCES), "so"))
     try:
         steps = (
-            [compiler, *FLAGS, "-c", str(SOURCE), "-o", str(parts[0])],
+            *([compiler, *FLAGS, "-c", str(s), "-o", str(o)] for s, o in zip(SOURCES, objects, strict=True)),
             # Without -fopenmp: the runtime's symbols come from the one that is loaded.
-            [compiler, "-shared", str(parts[0]), "-o", str(parts[1])],
+            [compiler, "-shared", *map(str, objects), "-o", str(whole)],
         )
         for step in steps:
             subprocess.run(step, capture_output=True, check=True, timeout=120)
-        sync(parts[1])
-        made = hashlib.sha256(parts[1].read_bytes()).hexdigest()
-        parts[1].replace(built)
+        sync(whole)
+        made = hashlib.sha256(whole.read_bytes()).hexdigest()
+        whole.replace(built)
         write_atomic(digest, made)
     finally:
-        for part in parts:
+        for part in (*objects, whole):
             part.unlink(missing_ok=True)
     return built

@@ -115,4 +115,5 @@ class Adapter(nn.Module):
     def digest(self) -> str:
         """Sixteen hex digits that change with every bit of the adapter."""
         scale = torch.tensor(self.alpha / self.rank, dtype=torch.float64)
-        return fingerprint.state_weights({**self.state_dict(), "scale": scale})
+        # Not the state dict, which is in pieces where weights that lie in pieces (FSDP) have been put together.
+        return fingerprint.state_weights({**dict(self.named_parameters()), "scale": scale})

@@ -130,7 +130,10 @@ def test_eval_help_explains_every_option_of_the_task(task, capsys):
         (["task=bench", "tree=star"], "tree must be one of calibrated, chain, "),
         (["task=bench", "tree.name=star"], "tree.name must be one of chain, static, calibrated, dynamic, got 'star'"),
         (["task=bench", "temperature=-1", "checkpoint=x"], "temperature must"),
-        (["task=bench"], "either checkpoint (a run folder or an export folder) or drafter (one without weights) must be given, got none"),
+        (
+            ["task=bench"],
+            "either checkpoint (a run folder or an export folder) or drafter (one without weights) must be given",
+        ),
         (["task=bench", "prompts=mtbench,nowhere.jsonl", "checkpoint=x"], "prompts"),
     ],
 )
