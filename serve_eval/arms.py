@@ -99,7 +99,9 @@ class TransformersArm:
     kind: Kind = "hf"
     tree: str | None = None
     options: Mapping[str, Any] = {}
-    """What ``generate`` is told beside the sampling."""
+    """Further arguments of ``generate``."""
+    settings: Mapping[str, Any] = {}
+    """Further fields of its generation config."""
 
     def __init__(self, target: Target, *, sampling: Sampling):
         self._target = target
@@ -139,6 +141,7 @@ class TransformersArm:
             eos_token_id=list(eos) or None,
             pad_token_id=eos[0] if eos else 0,
             **picked,
+            **self.settings,
         )
 
 
@@ -152,14 +155,24 @@ class PeerArm(TransformersArm):
         sampling: as for all arms.
         name: of the arm.
         length: tokens drafted per pass.
-        options: what ``generate`` is told beside the sampling.
+        options: further arguments of ``generate``.
+        settings: further fields of its generation config.
     """
 
     kind: Kind = "peer"
 
-    def __init__(self, target: Target, *, sampling: Sampling, name: str, length: int, options: Mapping[str, Any]):
+    def __init__(
+        self,
+        target: Target,
+        *,
+        sampling: Sampling,
+        name: str,
+        length: int,
+        options: Mapping[str, Any] | None = None,
+        settings: Mapping[str, Any] | None = None,
+    ):
         super().__init__(target, sampling=sampling)
-        self.name, self.length, self.options = name, length, options
+        self.name, self.length, self.options, self.settings = name, length, options or {}, settings or {}
         self.tree = f"chain-{length}"
 
     @classmethod
@@ -177,8 +190,8 @@ class PeerArm(TransformersArm):
     @classmethod
     def lookup(cls, target: Target, *, sampling: Sampling, length: int) -> "PeerArm":
         """Prompt lookup."""
-        options = {"prompt_lookup_num_tokens": length}
-        return cls(target, sampling=sampling, name=f"hf-lookup-{length}", length=length, options=options)
+        settings = {"prompt_lookup_num_tokens": length}
+        return cls(target, sampling=sampling, name=f"hf-lookup-{length}", length=length, settings=settings)
 
     def passes(self, sizes: Sequence[int], new_tokens: int) -> list[StepRecord]:
         """The passes after the first, cut to the tokens that count."""
