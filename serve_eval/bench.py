@@ -189,7 +189,7 @@ def _threads(count: int) -> Iterator[None]:
 def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
     sampling, thresholds = config.sampling(), Typical(epsilon=config.typical_epsilon, delta=config.typical_delta)
     arms = [DecoderArm(pair.target, sampling=sampling, engine=config.engine)]
-    for tree in [ArmConfig(**to_dict(config.tree)), *config.trees]:
+    for tree in (ArmConfig(**to_dict(plan)) for plan in (config.tree, *config.trees)):
         drafter = pair.drafter if tree.drafter is None else without_weights(tree.drafter, pair.target)
         assert drafter is not None
         verifier = tree.verifier or config.verifier

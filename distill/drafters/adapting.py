@@ -14,6 +14,7 @@ What decodes is another model: the target with the adapter merged. Lossless mean
 
 import copy
 import math
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -31,19 +32,26 @@ def check(config: Any) -> None:
     """Refuse options of an adapter that train nothing.
 
     Raises:
-        UserError: one is out of its range.
+        UserError: one is out of its range, or given without an adapter.
     """
     checks = {
         "lora_rank must not be negative": config.lora_rank >= 0,
         "lora_alpha must be above 0": config.lora_alpha > 0,
-        "adapter_lr must be above 0": config.adapter_lr > 0,
+        "adapter_lr must be above 0 and finite": 0 < config.adapter_lr < math.inf,
         "adapter_warmup must lie in [0, 1]": 0 <= config.adapter_warmup <= 1,
-        "base_weight must be above 0": config.base_weight > 0,
-        "heads_weight must be above 0": config.heads_weight > 0,
+        "base_weight must be above 0 and finite": 0 < config.base_weight < math.inf,
+        "heads_weight must be above 0 and finite": 0 < config.heads_weight < math.inf,
     }
     for sentence, fine in checks.items():
         if not fine:
             raise UserError(f"drafter.{sentence}, got {getattr(config, sentence.split()[0])}")
+    usual = {field.name: field.default for field in fields(config)}
+    for name in ("lora_alpha", "adapter_lr", "adapter_warmup", "base_weight", "heads_weight"):
+        if not config.lora_rank and getattr(config, name) != usual[name]:
+            raise UserError(
+                f"drafter.{name} must be {usual[name]} without an adapter, where it changes nothing, got "
+                f"{getattr(config, name)}; give drafter.lora_rank"
+            )
 
 
 class Adapting(Drafter):

@@ -11,9 +11,9 @@ tags:
 ---
 """
 
-ADAPTED = """**Adapted target (Medusa-2).** The files hold a low-rank adapter of {target} as well, which loading merges into its
-weights in memory. What decodes, drafted or not, is that adapted model: lossless means relative to it, not to
-{target} as published.
+ADAPTED = """**Adapted target (Medusa-2).** The files hold a low-rank adapter of {target} as well,
+which loading merges into a copy of its weights in memory. What decodes, drafted or not, is that adapted model: lossless
+means relative to it, not to {target} as published.
 """
 
 USAGE = """

@@ -115,5 +115,6 @@ class Adapter(nn.Module):
     def digest(self) -> str:
         """Sixteen hex digits that change with every bit of the adapter."""
         scale = torch.tensor(self.alpha / self.rank, dtype=torch.float64)
-        # Not the state dict, which is in pieces where weights that lie in pieces (FSDP) have been put together.
-        return fingerprint.state_weights({**dict(self.named_parameters()), "scale": scale})
+        # FSDP has put the weights together for now: the state dict is still in pieces, and hashing must not hold them.
+        weights = {name: parameter.detach().clone() for name, parameter in self.named_parameters()}
+        return fingerprint.state_weights({**weights, "scale": scale})

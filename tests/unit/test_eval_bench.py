@@ -277,7 +277,7 @@ def test_the_time_limit_stops_after_the_prompt_it_passes(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"checkpoint": None}, "checkpoint must be"),
+        ({"checkpoint": None}, "either checkpoint .* must be given, got none"),
         ({"checkpoint": "nowhere"}, "nowhere, which does not exist"),
         ({"limit": 0}, "limit must be"),
         (
