@@ -313,10 +313,10 @@ def test_missing_package_is_one_sentence(monkeypatch):
     monkeypatch.setattr("distill.target.adapter.find_spec", lambda _: None)
     sentence = r"without the package peft, which is not installed; run pip install 'draftsmith\[lora\]'$"
     with pytest.raises(UserError, match=sentence):
-        TrainConfig(drafter={"name": "medusa", "lora_rank": 4}).drafter_class()
+        TrainConfig(drafter={"name": "medusa", "lora_rank": 4}).trained_class()
     with pytest.raises(UserError, match=sentence):
         require_peft()
-    TrainConfig(drafter={"name": "medusa"}).drafter_class()
+    TrainConfig(drafter={"name": "medusa"}).trained_class()
 
 
 def test_decoding_needs_no_package(monkeypatch, tmp_path):
