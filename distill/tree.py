@@ -39,7 +39,7 @@ class PlanConfig:
         "dynamic", "chain, static, calibrated (static, from measured hit rates) or dynamic (EAGLE-2)"
     )
     length: int = opt(3, "chain: drafted tokens per round")
-    depth: int = opt(4, "dynamic, calibrated: deepest level drafted")
+    depth: int = opt(4, "dynamic: deepest level drafted; calibrated: at most, and no deeper than was measured")
     top_k: int = opt(4, "dynamic: children kept per node and nodes kept per level; calibrated: most children of a node")
     total: int = opt(12, "dynamic, calibrated: nodes verified per round, the root included")
     paths: list[list[int]] = opt([], "static: ranks from the root, e.g. [[0],[1],[0,0]]; prefixes must be there")
@@ -215,10 +215,6 @@ def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, gre
     if config.name == "dynamic":
         return dynamic
     rates = needed(calibration).choices(greedy=greedy).rates()
-    if config.depth > len(rates):
-        raise UserError(
-            f"tree.depth must be at most the {len(rates)} depths measured for tree=calibrated, got {config.depth}"
-        )
     paths = best_paths(rates, nodes=config.total - 1, depth=config.depth, children=config.top_k)
     return Static(paths, name="calibrated")
 

@@ -33,8 +33,8 @@ bench() {
     local run=$1 out=$2
     shift 2
     if [ "$SMOKE" = 1 ]; then
-        stage "$out/results.jsonl" "$PYTHON" -m serve_eval task=bench "checkpoint=$run" "out=$out" limit=2 max_new_tokens=12 \
-            repeats=1 warmup=0 "$@"
+        stage "$out/results.jsonl" "$PYTHON" -m serve_eval task=bench "checkpoint=$run" "out=$out" "$@" \
+            limit=2 max_new_tokens=12 repeats=1 warmup=0
     else
         stage "$out/results.jsonl" "$PYTHON" -m serve_eval task=bench "checkpoint=$run" "out=$out" "$@"
     fi

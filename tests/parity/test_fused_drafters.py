@@ -20,36 +20,39 @@ LARGEST = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 0.05}
 """Error relative to the largest logit; bf16 rounds after every operation, and not the same ones."""
 
 
-def rounds(drafter, dtype):
-    """Logits of two proposals on three uneven rows: a root, a pair of children, three grandchildren."""
+def rounds(drafter, dtype, rows=(0, 1, 2)):
+    """Logits of two proposals on three uneven rows, or some: a root, a pair of children, three grandchildren."""
     generator = torch.Generator().manual_seed(3)
     ids_BL = torch.randint(0, 40, (3, 9), generator=generator)
-    output = features(drafter, ids_BL)
-    state, found = drafter.new_state(3, 40), []
-    n_B, done = torch.tensor([6, 4, 1]), torch.zeros(3, dtype=torch.long)
-    for width, count_B in ((6, n_B), (3, torch.tensor([2, 0, 3]))):
+    output = features(drafter, ids_BL)  # of all rows: the target's own may depend on the rows beside
+    rows, n = list(rows), len(rows)
+    ids_BL, output = ids_BL[rows], output.map(lambda x: x[rows])
+    state, found = drafter.new_state(n, 40), []
+    done = torch.zeros(n, dtype=torch.long)
+    for width, counts in ((6, [6, 4, 1]), (3, [2, 0, 3])):
+        count_B = torch.tensor(counts)[rows]
         index_BP = (done[:, None] + torch.arange(width)).clamp(max=8)
         part = output.map(lambda x, i=index_BP: x.gather(1, i[:, :, None].expand(-1, -1, x.shape[2])))
         next_B = ids_BL.gather(1, (done + count_B).clamp(max=8)[:, None])[:, 0]
         done = done + count_B
         drafter.extend(state, ids_BL.gather(1, index_BP), next_B, part, count_B, longest=int(done.max()))
-        ancestors = torch.ones(3, 1, 1, dtype=torch.bool)
-        zeros = torch.zeros(3, 1, dtype=torch.long)
+        ancestors = torch.ones(n, 1, 1, dtype=torch.bool)
+        zeros = torch.zeros(n, 1, dtype=torch.long)
         frontiers = [
             Frontier(tokens_BF=next_B[:, None], depth=0, parent_BF=zeros, ancestors_BFM=ancestors),
             Frontier(
-                tokens_BF=torch.tensor([[5, 6]] * 3),
+                tokens_BF=torch.tensor([[5, 6]] * n),
                 depth=1,
                 parent_BF=zeros.expand(-1, 2),
-                ancestors_BFM=torch.tensor([[1, 1, 0], [1, 0, 1]]).bool().expand(3, -1, -1),
+                ancestors_BFM=torch.tensor([[1, 1, 0], [1, 0, 1]]).bool().expand(n, -1, -1),
             ),
             Frontier(
-                tokens_BF=torch.tensor([[7, 8, 9]] * 3),
+                tokens_BF=torch.tensor([[7, 8, 9]] * n),
                 depth=2,
-                parent_BF=torch.tensor([[0, 1, 1]] * 3),
+                parent_BF=torch.tensor([[0, 1, 1]] * n),
                 ancestors_BFM=torch.tensor([[1, 1, 0, 1, 0, 0], [1, 0, 1, 0, 1, 0], [1, 0, 1, 0, 0, 1]])
                 .bool()
-                .expand(3, -1, -1),
+                .expand(n, -1, -1),
             ),
         ]
         found += [drafter.step(state, frontier) for frontier in frontiers]
@@ -69,6 +72,28 @@ def test_fused_says_what_the_modules_say(case, dtype):
     for ours, theirs in zip(rounds(fast, dtype), rounds(eager, dtype), strict=True):
         error = float((ours - theirs).abs().max() / theirs.abs().max())
         assert error <= LARGEST[dtype]
+
+
+@pytest.mark.skipif(kernels.load() is None, reason=f"kernels: {kernels.why_not()}")
+@pytest.mark.parametrize("case", CASES, ids=str)
+@torch.no_grad()
+def test_the_kernels_say_what_the_modules_say_whoever_stands_beside(case):
+    """Heads as wide as the attention kernel takes: the same up to rounding, and bit for bit the same alone."""
+    name, options = case
+    dtype = torch.bfloat16
+    target = tiny_target(seed=4, vocab_size=64, hidden=128, layers=6, dtype=dtype)
+    eager, fast = make(name, target=target, **options), make(name, target=target, **options)
+    fast.accelerate()
+    seen: set[type] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fused_step, "choose_ops", lambda x, heads: seen.add(found := choose_ops(x, heads)) or found)
+        together = rounds(fast, dtype)
+        for ours, theirs in zip(together, rounds(eager, dtype), strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) <= LARGEST[dtype]
+        for row in range(3):
+            for alone, beside in zip(rounds(fast, dtype, rows=[row]), together, strict=True):
+                assert torch.equal(alone[0], beside[row])
+    assert seen == {KernelOps}, "nothing was tested"
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
