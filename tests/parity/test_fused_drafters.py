@@ -5,8 +5,12 @@ import torch
 from drafter_tools import features, make, target_of
 from oracles import random_prompts, stepped
 
+from distill import kernels
 from distill.decode import Decoder
+from distill.drafters import fused_step
 from distill.sampling import Sampling
+from distill.target.step_ops import KernelOps, choose_ops
+from distill.target.tiny import tiny_target
 from distill.tree import Chain, Dynamic, Static
 from distill.types import Frontier
 
