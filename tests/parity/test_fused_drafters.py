@@ -87,6 +87,11 @@ def test_the_kernels_say_what_the_modules_say_whoever_stands_beside(case):
     dtype = torch.bfloat16
     target = tiny_target(seed=4, vocab_size=64, hidden=128, layers=6, dtype=dtype)
     eager, fast = make(name, target=target, **options), make(name, target=target, **options)
+    for drafter in (eager, fast):
+        # Noise for an eighth of this width would amplify rounding; attention stays as peaked as it was.
+        for key, parameter in drafter.named_parameters():
+            if parameter.ndim == 2 and "q_proj" not in key and "k_proj" not in key:
+                parameter.mul_(8**-0.5)
     fast.accelerate()
     seen: set[type] = set()
     with pytest.MonkeyPatch.context() as patch:
