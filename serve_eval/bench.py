@@ -21,20 +21,20 @@ import torch
 
 from distill import kernels
 from distill.config import opt, to_dict
-from distill.decode import Engine, Typical, lossless
-from distill.drafters.draft_model import DraftModel
+from distill.decode import Engine, lossless
 from distill.errors import UserError
 from distill.export import collect, resolve_checkpoint
 from distill.export.format import read_config
 from distill.sampling import Sampling
 from distill.target import Target, TargetConfig
-from distill.tree import PlanConfig, Static, make_plan
+from distill.tree import PlanConfig
 from serve_eval import report, stats
-from serve_eval.arms import Arm, DecoderArm, PeakMemory, PeerArm, TransformersArm
-from serve_eval.checkpoint import Pair, auto_target, load_pair, training_figures, without_weights
+from serve_eval.arms import Arm, DecoderArm, PeakMemory
+from serve_eval.checkpoint import Pair, auto_target, load_pair, training_figures
 from serve_eval.command import repeat
 from serve_eval.cost import WIDTHS, CostReport, predict, probe, round_costs, verify_curve, write_costs
 from serve_eval.journal import Journal
+from serve_eval.lineup import ArmConfig, decoder_arms, transformers_arms
 from serve_eval.measure import Conditions, check_fits, encode, measure_prompt, opening
 from serve_eval.progress import meter
 from serve_eval.prompts import Prompt, alternate, load_prompts
@@ -48,22 +48,14 @@ COST_PROMPTS, COST_TOKENS = 3, 32
 
 
 @dataclass(kw_only=True)
-class ArmConfig(PlanConfig):
-    """A further arm: a plan, and what differs from the benchmark's own settings."""
-
-    drafter: dict[str, Any] | None = opt(
-        None, "a drafter without weights, e.g. {name: prompt_lookup}; null: the main one"
-    )
-    verifier: str | None = opt(None, "verification rule; null: the main one")
-    candidates: str | None = opt(None, "how drafts are picked; null: the main way, or auto with another verifier")
-
-
-@dataclass(kw_only=True)
 class Config:
     """Options of task=bench."""
 
     checkpoint: str | None = opt(None, "run folder or export folder of the drafter")
     drafter: dict[str, Any] = opt({}, "instead of a checkpoint: a drafter without weights (prompt_lookup, early_exit)")
+    baselines: list[str] = opt(
+        [], "drafters without weights to measure as well, each with the longest chain among the trees"
+    )
     target: TargetConfig = field(
         default_factory=auto_target, metadata={"help": "target model; name auto takes the checkpoint's own"}
     )
@@ -140,23 +132,20 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
     Raises:
         UserError: bad options, prompts or checkpoint; nothing is written then.
     """
-    if (config.checkpoint is None) == (not config.drafter):
-        got = "none" if config.checkpoint is None else "both"
+    if config.checkpoint is None and not config.drafter:
         raise UserError(
             "either checkpoint (a run folder or an export folder) or drafter (one without weights) must be given, got "
-            f"{got}; pass checkpoint=DIR or drafter=prompt_lookup"
+            "none; pass checkpoint=DIR or drafter=prompt_lookup"
         )
     prompts = load_prompts(config.prompts, limit=config.limit)
     out = Path(config.out or f"runs/{datetime.now():%Y-%m-%d_%H-%M-%S}-bench")
     with _threads(config.threads):
-        pair = load_pair(config.checkpoint, config.target)
-        if config.drafter:
-            pair = replace(pair, drafter=without_weights(config.drafter, pair.target))
-        decoders = _decoder_arms(config, pair)
+        pair = load_pair(config.checkpoint, config.target, drafter=config.drafter)
+        decoders = decoder_arms(config, pair)
         if not config.threads and pair.target.device.type == "cpu":
             torch.set_num_threads(choose_threads(partial(probe, decoders[0].decoder.model)))
         arms: list[Arm] = [*decoders]
-        arms += _transformers_arms(config, pair, decoders)
+        arms += transformers_arms(config, pair, decoders)
         records = _measure(config, pair.target, prompts, arms, out)
         with_costs = config.cost and config.max_new_tokens > 1
         costs = _costs(config, pair.target, prompts, decoders, records) if with_costs else None
@@ -184,53 +173,6 @@ def _threads(count: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(saved)
-
-
-def _decoder_arms(config: Config, pair: Pair) -> list[DecoderArm]:
-    sampling, thresholds = config.sampling(), Typical(epsilon=config.typical_epsilon, delta=config.typical_delta)
-    arms = [DecoderArm(pair.target, sampling=sampling, engine=config.engine)]
-    for tree in (ArmConfig(**to_dict(plan)) for plan in (config.tree, *config.trees)):
-        drafter = pair.drafter if tree.drafter is None else without_weights(tree.drafter, pair.target)
-        assert drafter is not None
-        verifier = tree.verifier or config.verifier
-        candidates = tree.candidates or (config.candidates if verifier == config.verifier else "auto")
-        arm = DecoderArm(
-            pair.target,
-            drafter=drafter,
-            plan=make_plan(tree, calibration=drafter.calibration, greedy=sampling.greedy),
-            sampling=sampling,
-            verifier=verifier,
-            candidates=candidates,
-            typical=thresholds,
-            engine=config.engine,
-        )
-        marks = [drafter.name] if drafter is not pair.drafter else []
-        marks += [arm.name, *([verifier] if tree.verifier else []), *([candidates] if tree.candidates else [])]
-        arm.name = " ".join(marks)
-        if arm.name in [other.name for other in arms]:
-            raise UserError(f"tree and trees must be different arms, got {arm.name} twice")
-        arms.append(arm)
-    return arms
-
-
-def _transformers_arms(config: Config, pair: Pair, decoders: Sequence[DecoderArm]) -> list[Arm]:
-    """Transformers' own decoding, as far as it was asked for."""
-    sampling, arms = config.sampling(), list[Arm]()
-    if config.hf:
-        arms.append(TransformersArm(pair.target, sampling=sampling))
-    own = [arm.plan for arm in decoders if arm.drafter is pair.drafter]
-    chains = [plan.depth for plan in own if isinstance(plan, Static) and plan.name == "chain"]
-    if config.hf_assisted:
-        draft: Any = pair.drafter.backbone.model if isinstance(pair.drafter, DraftModel) else None
-        if draft is None or not chains:
-            raise UserError(
-                "hf_assisted must be false without a draft model and a chain to compare with, got "
-                f"drafter {pair.drafter.name if pair.drafter else 'none'} and {len(chains)} chains"
-            )
-        arms += [PeerArm.assisted(pair.target, draft, sampling=sampling, length=n) for n in dict.fromkeys(chains)]
-    if config.hf_lookup:
-        arms.append(PeerArm.lookup(pair.target, sampling=sampling, length=max(chains, default=5)))
-    return arms
 
 
 def _measure(config: Config, target: Target, prompts: Sequence[Prompt], arms: Sequence[Arm], out: Path) -> list[Record]:

@@ -32,24 +32,39 @@ def auto_target() -> TargetConfig:
     return TargetConfig(name=AUTO)
 
 
-def load_pair(checkpoint: str | None, target: TargetConfig) -> Pair:
+def load_pair(
+    checkpoint: str | None,
+    target: TargetConfig,
+    *,
+    drafter: Mapping[str, Any] | None = None,
+) -> Pair:
     """Load target and drafter; the drafter decodes in the target's precision, as engines serve it.
 
     Args:
         checkpoint: a run folder or an export folder; None loads the target alone.
         target: its name may be ``auto``, which takes the name written in the checkpoint.
+        drafter: instead of a checkpoint, name and options of a drafter without weights.
 
     Raises:
-        UserError: no such checkpoint, a damaged one, one of another target, or nothing that names a target.
+        UserError: no such checkpoint, a damaged one, one of another target, nothing that names a target, checkpoint
+            and drafter at once, or a drafter that has to be trained.
     """
+    if drafter and checkpoint is not None:
+        raise UserError(
+            f"drafter must be left out beside checkpoint={checkpoint}, which has its own, got {dict(drafter)}; "
+            "bench measures further ones with baselines=[NAME]"
+        )
+    if checkpoint is None and drafter and target.name == AUTO:
+        raise UserError(f"target must be named for drafter {drafter.get('name')}, got none; pass e.g. target=smollm2")
     if checkpoint is None:
         if target.name == AUTO:
             raise UserError("checkpoint must be a run folder or an export folder, got none; or name a target=.")
-        return Pair(target=load_target(target), drafter=None, folder=None)
+        alone = load_target(target)
+        return Pair(target=alone, drafter=without_weights(drafter, alone) if drafter else None, folder=None)
     folder = resolve_checkpoint(checkpoint)
     loaded = load_target(resolve_target(folder, target))
-    drafter = load_drafter(folder, loaded, dtype=loaded.dtype)
-    return Pair(target=drafter.target, drafter=drafter, folder=folder)
+    trained = load_drafter(folder, loaded, dtype=loaded.dtype)
+    return Pair(target=trained.target, drafter=trained, folder=folder)
 
 
 def resolve_target(folder: Path, target: TargetConfig) -> TargetConfig:
@@ -67,15 +82,15 @@ def without_weights(options: Mapping[str, Any], target: Target) -> Drafter:
         raise UserError(f"drafter must have a name, got {dict(options)}; e.g. {{name: prompt_lookup}}")
     cls: Any = drafter_class(options["name"])
     if cls.trainable:
-        free = ", ".join(name for name in DRAFTERS if not getattr(drafter_class(name), "trainable", True))
+        free = ", ".join(name for name in sorted(DRAFTERS) if not getattr(drafter_class(name), "trainable", True))
         raise UserError(
-            f"a drafter without checkpoint must be one without weights ({free}), got {cls.name}; train it and pass "
-            "checkpoint=DIR"
+            f"a drafter without checkpoint must be one without weights ({free}), got {cls.name}; train it with "
+            f"train.py drafter={cls.name} and pass checkpoint=DIR"
         )
     return cls(build(cls.Config, options, path="drafter"), target).to(target.device).eval()
 
 
 def training_figures(folder: Path) -> dict[str, Any]:
-    """What an export says about its own training: step, tokens read, minutes."""
+    """What an export says about its own training: supervised tokens seen, and minutes."""
     measured = read_json(folder / PROVENANCE).get("measured", {}) if (folder / PROVENANCE).is_file() else {}
     return {name.removeprefix("train/"): value for name, value in measured.items() if name.startswith("train/")}

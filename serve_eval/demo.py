@@ -25,9 +25,9 @@ from distill.train.run import run as train
 from distill.tree import PlanConfig
 from serve_eval import bench as benchmark
 from serve_eval import report
-from serve_eval.bench import ArmConfig
 from serve_eval.bench import Config as BenchConfig
 from serve_eval.cost import read_costs
+from serve_eval.lineup import ArmConfig
 from serve_eval.progress import clock
 from serve_eval.rows import COSTS, REPORT, RESULTS, Row, read_rows
 from serve_eval.summary import print_summary

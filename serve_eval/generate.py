@@ -2,12 +2,13 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from distill.config import opt
-from distill.decode import Decoder, Engine, Generation, StepRecord, Typical
+from distill.decode import Decoder, Engine, Generation, StepRecord, Typical, lossless
 from distill.errors import UserError
 from distill.metrics import accept_by_depth, tau
 from distill.sampling import Sampling
@@ -20,6 +21,7 @@ from serve_eval.pieces import TextStream
 
 DRAFTED = "green underline"
 OPEN, CLOSE = "[", "]"
+PLAIN = "plain decoding"
 
 
 @dataclass(kw_only=True)
@@ -27,6 +29,7 @@ class Config:
     """Options of task=generate."""
 
     checkpoint: str | None = opt(None, "run folder or export folder of the drafter; null decodes without one")
+    drafter: dict[str, Any] = opt({}, "instead of a checkpoint: a drafter without weights (prompt_lookup, early_exit)")
     target: TargetConfig = field(
         default_factory=auto_target, metadata={"help": "target model; name auto takes the checkpoint's own"}
     )
@@ -56,9 +59,10 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     if config.prompt is None or not config.prompt.strip():
         raise UserError("prompt must be text to answer, got none; pass \"prompt='Why is the sky blue?'\"")
     sampling = Sampling(temperature=config.temperature, top_k=config.top_k, top_p=config.top_p, seed=config.seed)
-    shape = make_plan(config.tree)
-    pair = load_pair(config.checkpoint, config.target)
-    target, plan = pair.target, shape if pair.drafter is not None else None
+    pair = load_pair(config.checkpoint, config.target, drafter=config.drafter)
+    target, plan = pair.target, None
+    if pair.drafter is not None:
+        plan = make_plan(config.tree, calibration=pair.drafter.calibration, greedy=sampling.greedy)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.prompt})
     prompt = encode(target, messages, chat=config.chat)
@@ -76,8 +80,19 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     printer = Printer(console, TextStream(partial(target.decode, skip_special_tokens=True)), marks=config.marks)
     (out,) = decoder.generate([prompt], max_new_tokens=config.max_new_tokens, on_step=printer)
     printer.close()
-    console.print(_closing(out, "plain decoding" if plan is None else plan_label(plan)), highlight=False, markup=False)
+    console.print(_closing(out, _label(decoder)), highlight=False, markup=False)
     return out
+
+
+def _label(decoder: Decoder) -> str:
+    """How the answer was decoded; a text that is not the target's own says so."""
+    if decoder.plan is None or decoder.drafter is None:
+        return PLAIN
+    kept = lossless(decoder.rule, temperature=decoder.sampling.temperature)
+    notes = [] if kept else [f"not lossless: {decoder.rule} acceptance"]
+    notes += [] if decoder.target.base is None else ["target adapted by its drafter"]
+    label = f"{decoder.drafter.name} {plan_label(decoder.plan)}"
+    return f"{label} ({'; '.join(notes)})" if notes else label
 
 
 class Printer:
@@ -116,7 +131,7 @@ def _closing(out: Generation, label: str) -> str:
     parts = [f"{len(out.ids)} tokens", f"first after {out.ttft_s * 1000:.0f} ms"]
     if count and out.decode_s > 0:
         parts.append(f"then {count / out.decode_s:.1f} tokens/s")
-    if out.steps and label != "plain decoding":
+    if out.steps and label != PLAIN:
         drafted = sum(step.accepted for step in out.steps)
         by_depth = " ".join(f"{rate:.0%}" for rate in accept_by_depth(out.steps) if rate == rate)
         parts.append(f"{tau(out.steps):.2f} tokens per target pass")

@@ -18,6 +18,7 @@ from serve_eval.command import typed
 from serve_eval.cost import CostReport, read_costs
 from serve_eval.report_plots import Interval, Series
 from serve_eval.rows import COSTS, RECORDS, REPORT, RESULTS, Record, Row, read_records, read_rows, write_text
+from serve_eval.summary import best_of
 
 
 @dataclass(kw_only=True)
@@ -74,7 +75,9 @@ def render(
     whole = [row for row in rows if row.category == "all"]
     arms = list(dict.fromkeys(row.arm for row in rows))
     colours = {arm: i % plots.N_COLOURS for i, arm in enumerate(a for a in arms if a not in ("ar", "hf"))}
-    best = max((r for r in whole if r.kind == "spec"), key=lambda r: r.speedup_total or 0, default=whole[0])
+    best = best_of(whole) or whole[0]
+    lossy = {row.arm for row in rows if not row.lossless}
+    environment.filters["labelled"] = lambda arm: f"{arm} (not lossless)" if arm in lossy else arm
     return environment.get_template("report.html.j2").render(
         whole=whole,
         best=best,

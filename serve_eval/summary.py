@@ -29,6 +29,15 @@ def print_summary(
             console.print(f"{where / name}", highlight=False)
 
 
+def best_of(rows: Sequence[Row]) -> Row | None:
+    """The main drafter's fastest arm; a baseline, and what changes the target's text, only where there is no other."""
+
+    def rank(row: Row) -> tuple[bool, bool, float]:
+        return row.lossless, row.drafter == row.settings.get("drafter"), row.speedup_total or 0
+
+    return max((row for row in rows if row.kind == "spec"), key=rank, default=None)
+
+
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     mode = "greedy" if first.temperature == 0 else f"T = {first.temperature:g}"
@@ -39,7 +48,7 @@ def _table(rows: Sequence[Row]) -> Table:
     table.add_column("arm", no_wrap=True)
     for name in ("tau", "tok/s", "speedup [95 %]", "median", "vs hf", "equal", "first"):
         table.add_column(name, justify="right", no_wrap=True)
-    best = max((r for r in rows if r.kind == "spec"), key=lambda r: r.speedup_total or 0, default=None)
+    best = best_of(rows)
     for row in rows:
         plain = row.arm == "ar"
         interval = f" [{row.speedup_ci[0]:.2f}, {row.speedup_ci[1]:.2f}]" if row.speedup_ci and not plain else ""

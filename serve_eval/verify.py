@@ -12,7 +12,8 @@ either. Such ties are counted and shown.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +53,14 @@ class Config:
     """Options of task=verify."""
 
     checkpoint: str | None = opt(None, "run or export folder whose drafter is checked; null: an untrained one")
+    drafter: dict[str, Any] = opt({}, "instead of a checkpoint: a drafter without weights (prompt_lookup, early_exit)")
     target: TargetConfig = field(
         default_factory=lambda: TargetConfig(name=AUTO, dtype="float32"),
         metadata={"help": "target model; name auto takes the checkpoint's own, or smollm2"},
     )
     prompts: list[str] = opt(["mtbench"], "prompt sets: mtbench, humaneval, or JSON-lines files")
     limit: int | None = opt(4, "prompts per set, spread evenly over its categories; null takes all")
-    trees: list[PlanConfig] = opt([], "plans to check; empty checks a chain, a static and a dynamic tree")
+    trees: list[PlanConfig] = opt([], "plans to check; empty: a chain, a static and a dynamic tree, if the drafter can")
     engine: Engine = opt("fast", "fast, or eager: the target's own forward; the oracle always recomputes with that")
     temperatures: list[float] = opt([0.0, 0.7, 1.0], "temperatures to check; 0 is greedy")
     top_k: int = opt(50, "top-k of one further setting at the highest temperature; 0 leaves the filter out")
@@ -132,25 +134,23 @@ def run(config: Config) -> VerifyResult:
         UserError: bad options, prompts or checkpoint.
     """
     settings = config.settings()
-    plans = [make_plan(tree) for tree in config.trees or PLANS]
     prompts = load_prompts(config.prompts, limit=config.limit)
     target_config = config.target
     if config.checkpoint is None and target_config.name == AUTO:
         target_config = TargetConfig(**{**to_dict(target_config), "name": "smollm2"})
-    pair = load_pair(config.checkpoint, target_config)
+    pair = load_pair(config.checkpoint, target_config, drafter=config.drafter)
     target = pair.target
     replay = ReplayDrafter(target)
     learnt = pair.drafter or untrained(target)
     ids = [encode(target, opening(prompt), chat=True) for prompt in prompts]
     checks: dict[tuple[str, str, Sampling], Check] = {}
+    plans = {s: [(d, plan) for d in (learnt, replay) for plan in _plans(config, learnt, d, s)] for s in settings}
     work = [(sampling, index) for sampling in settings for index in range(len(ids))]
     console = Console()
     limit = config.max_new_tokens
     with meter(len(work), "verifying", unit="prompts") as advance:
         for sampling, index in work:
-            outputs = _outputs(
-                target, (learnt, replay), plans, ids[index], sampling, index * TURN_STRIDE, limit, config.engine
-            )
+            outputs = _outputs(target, plans[sampling], ids[index], sampling, index * TURN_STRIDE, limit, config.engine)
             for drafter, plan, out in outputs:
                 key = ("none" if drafter is None else drafter.name, "plain" if plan is None else plan_label(plan))
                 check = checks.setdefault((*key, sampling), Check.of(*key, sampling))
@@ -175,10 +175,31 @@ def untrained(target: Target, *, seed: int = 0) -> Drafter:
     return drafter.to(device=target.device, dtype=target.dtype).eval()
 
 
+def _plans(config: Config, learnt: Drafter, drafter: Drafter, sampling: Sampling) -> list[Plan]:
+    """The plans a drafter is checked with: those asked for, or as much of ``PLANS`` as it can propose."""
+    trees = config.trees or [tree for tree in map(partial(_within, drafter), PLANS) if tree is not None]
+    return [make_plan(tree, calibration=learnt.calibration, greedy=sampling.greedy) for tree in trees]
+
+
+def _within(drafter: Drafter, tree: PlanConfig) -> PlanConfig | None:
+    """A plan no deeper than the drafter can propose; None for a dynamic one it has no confidences for."""
+    if tree.name == "dynamic" and not drafter.soft:
+        return None
+    if drafter.max_depth is None:
+        return tree
+    depth, k = min(tree.depth, drafter.max_depth), tree.top_k
+    return replace(
+        tree,
+        length=min(tree.length, drafter.max_depth),
+        paths=[path for path in tree.paths if len(path) <= drafter.max_depth],
+        depth=depth,
+        total=min(tree.total, 1 + k + (depth - 1) * k * k),
+    )
+
+
 def _outputs(
     target: Target,
-    drafters: tuple[Drafter, ReplayDrafter],
-    plans: Sequence[Plan],
+    plans: Sequence[tuple[Drafter, Plan]],
     prompt: list[int],
     sampling: Sampling,
     request_id: int,
@@ -192,10 +213,10 @@ def _outputs(
 
     plain = generate(Decoder(target, sampling=sampling, engine=engine))
     yield None, None, plain
-    drafters[1].script = prompt + plain.ids
-    for drafter in drafters:
-        for plan in plans:
-            yield drafter, plan, generate(Decoder(target, drafter, plan=plan, sampling=sampling, engine=engine))
+    for drafter, plan in plans:
+        if isinstance(drafter, ReplayDrafter):
+            drafter.script = prompt + plain.ids
+        yield drafter, plan, generate(Decoder(target, drafter, plan=plan, sampling=sampling, engine=engine))
 
 
 def judge(

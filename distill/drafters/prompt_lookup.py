@@ -5,6 +5,7 @@ tokens after its latest occurrence are drafted, and those after earlier ones are
 code and answers that quote their question repeat themselves; other text does not, and then nothing is proposed.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +38,45 @@ class PromptLookupConfig:
             )
 
 
+class Text:
+    """A growing text with an index of its n-grams, so that a look-up takes as long in a long text as in a short one."""
+
+    def __init__(self, config: PromptLookupConfig):
+        self._lengths = range(config.min_ngram, config.max_ngram + 1)
+        self.ids: list[int] = []
+        self._followers: dict[tuple[int, ...], list[int]] = {}
+        """N-gram -> the different tokens that followed it, the latest last; RANKS of them at most."""
+
+    def append(self, ids: list[int]) -> None:
+        """Add tokens at the end."""
+        for token in ids:
+            for gram in self._ends(()):
+                followers = self._followers.setdefault(gram, [])
+                if token in followers:
+                    followers.remove(token)
+                followers.append(token)
+                del followers[:-RANKS]
+            self.ids.append(token)
+
+    def continuations(self, path: list[int]) -> list[int]:
+        """Tokens that followed earlier occurrences of the end of text + path: longest end first, then the latest."""
+        found: list[int] = []
+        tail = self.ids[-self._lengths.stop :]
+        recent = tail + path
+        for gram in reversed(self._ends(path)):
+            # The index ends with the text; what the path repeats within itself is later still.
+            n = len(gram)
+            inside = range(len(recent) - n - 1, len(tail) - n - 1, -1)
+            latest = [recent[at + n] for at in inside if at >= 0 and tuple(recent[at : at + n]) == gram]
+            found += [*latest, *reversed(self._followers.get(gram, ()))]
+        return list(dict.fromkeys(found))[:RANKS]
+
+    def _ends(self, path: Sequence[int]) -> list[tuple[int, ...]]:
+        """The last n-grams of text + path, short ones first."""
+        recent = (*self.ids[-self._lengths.stop :], *path)
+        return [tuple(recent[-n:]) for n in self._lengths if n <= len(recent)]
+
+
 Node = tuple[list[int], list[int]]
 
 
@@ -45,12 +85,12 @@ class PromptLookupState(DrafterState):
     """Decoding state, on the host.
 
     Attributes:
-        texts: tokens the target has processed, per row.
+        texts: what the target has processed, per row.
         nodes: for each node of the frontier before, per row, the tokens from the root to it and what was found after
             them; None for a node that is no draft.
     """
 
-    texts: list[list[int]]
+    texts: list["Text"]
     nodes: list[list["Node | None"]] = field(default_factory=list)
 
 
@@ -80,7 +120,7 @@ class PromptLookup(Drafter):
 
     def new_state(self, batch_size: int, capacity: int) -> PromptLookupState:
         """Empty state."""
-        return PromptLookupState(cache=None, texts=[[] for _ in range(batch_size)])
+        return PromptLookupState(cache=None, texts=[Text(self.config) for _ in range(batch_size)])
 
     def extend(
         self,
@@ -94,7 +134,7 @@ class PromptLookup(Drafter):
     ) -> None:
         """Append to the texts."""
         for text, ids, n in zip(state.texts, ids_BL.tolist(), n_B.tolist(), strict=True):
-            text += ids[:n]
+            text.append(ids[:n])
 
     def step(self, state: PromptLookupState, frontier: Frontier) -> Tensor:
         """Scores_BFW: RANKS - r for the r-th continuation found, -inf for all other tokens."""
@@ -110,24 +150,12 @@ class PromptLookup(Drafter):
                     found.append(None)
                     continue
                 path = [*upper[0], token]
-                found.append((path, self.continuations(text + path)))
+                found.append((path, text.continuations(path)))
             state.nodes.append(found)
             for node, known in enumerate(found):
                 for rank, token in enumerate(known[1] if known else ()):
                     scores[row, node, token] = RANKS - rank
         return scores.to(frontier.tokens_BF.device)
-
-    def continuations(self, text: list[int]) -> list[int]:
-        """Tokens that followed earlier occurrences of the text's end: longest suffix first, then the latest."""
-        found: list[int] = []
-        for n in range(min(self.config.max_ngram, len(text) - 1), self.config.min_ngram - 1, -1):
-            suffix = text[-n:]
-            for at in range(len(text) - n - 1, -1, -1):
-                if text[at : at + n] == suffix and text[at + n] not in found:
-                    found.append(text[at + n])
-                    if len(found) == RANKS:
-                        return found
-        return found
 
     def rollback(self, state: PromptLookupState) -> None:
         """Forget the proposal."""

@@ -30,6 +30,9 @@ from distill.types import Batch
 
 console = Console(stderr=True)
 
+SPENT = ("train/tokens", "train/minutes")
+"""What training took: supervised tokens, passes counted, and the time of its steps."""
+
 
 @rank_zero_only
 def say(text: str) -> None:
@@ -70,7 +73,8 @@ class LogMetrics(AfterStep):
     """Logs means over the steps since the last time.
 
     Validation, decoding and checkpoints end such a window, too: the throughput leaves them out, and a resumed
-    run logs what an uninterrupted one logs.
+    run logs what an uninterrupted one logs. What training took so far is added up in the module's ``metrics``, which
+    travel with every checkpoint.
     """
 
     def __init__(self, plan: Plan, *, every: int):
@@ -89,8 +93,11 @@ class LogMetrics(AfterStep):
         events = (self.every, plan.val_every, plan.decode_every, plan.checkpoint_every)
         if not any(plan.due(every, step) for every in events):
             return
-        speed = self.tokens * trainer.world_size / max(time.perf_counter() - self.since, 1e-9)
+        seconds = max(time.perf_counter() - self.since, 1e-9)
+        speed = self.tokens * trainer.world_size / seconds
         metrics = module.sums.means("train") | module.step_info | {"speed/tokens_per_s": speed}
+        for name, value in zip(SPENT, (metrics["train/supervised_tokens"], seconds / 60), strict=True):
+            module.metrics[name] = module.metrics.get(name, 0.0) + value
         publish(trainer, module, metrics, step)
         self.tokens = 0
 

@@ -22,7 +22,7 @@ from lightning.fabric.plugins import CheckpointIO
 from distill.config import first_line
 from distill.errors import UserError
 from distill.files import make_folder, sync, write_atomic
-from distill.train.callbacks import AfterStep
+from distill.train.callbacks import SPENT, AfterStep
 from distill.train.schedule import Plan
 
 INDEX = "index.json"
@@ -160,7 +160,7 @@ class Checkpoints(AfterStep):
         if not self.plan.due(self.plan.checkpoint_every, step) and not (better and tau is not None):
             return
         if better or self.best is None:
-            metrics = {k: v for k, v in module.metrics.items() if k.startswith("val/")}
+            metrics = {k: v for k, v in module.metrics.items() if k.startswith("val/") or k in SPENT}
             self.best = {"file": file, "step": step, "tau": tau, "metrics": metrics}
         trainer.save_checkpoint(self.folder / file)
         if trainer.is_global_zero:

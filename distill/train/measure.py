@@ -92,16 +92,6 @@ def measure(
     return seconds
 
 
-def spent(config: TrainConfig, folder: RunFolder, step: int) -> dict[str, float]:
-    """What training up to ``step`` took: tokens read, and minutes where a step was timed beforehand."""
-    options, plan = config.trainer, Plan.load(folder.plan)
-    tokens = step * options.batch_size * options.accumulate * options.world * config.data.pack_len
-    found: dict[str, float] = {"train/tokens": tokens}
-    if plan is not None and plan.seconds:
-        found["train/minutes"] = step * plan.seconds["step"] / 60
-    return found
-
-
 def precision(config: TrainConfig, device: torch.device) -> str:
     """Resolve ``trainer.precision``: bf16 or fp32."""
     on_gpu = device.type == "cuda"

@@ -43,7 +43,7 @@ from distill.train.checkpoint import AtomicCheckpointIO, Checkpoints, find_best,
 from distill.train.config import EvalConfig, TrackingConfig, TrainConfig, TrainerConfig
 from distill.train.evaluate import decode
 from distill.train.folder import RunFolder
-from distill.train.measure import frozen_plan, precision, spent
+from distill.train.measure import frozen_plan, precision
 from distill.train.module import DraftModule
 from distill.train.parallel import World, environment, left_behind_cleared, losses_explained, strategy
 from distill.train.schedule import OptimConfig, Plan
@@ -343,7 +343,7 @@ def export_best(
     """
     best = find_best(folder.checkpoints)
     drafter = trained_drafter(config, best.path, target)
-    measured = {"step": best.step, **best.metrics, **spent(config, folder, best.step)}
+    measured = {"step": best.step, **best.metrics}
     # Under another name until the figures are in: the export appears last, complete, and marks the run as finished.
     with fresh_folder(folder.export, what="export folder") as scratch:
         fresh = save_drafter(drafter, scratch / "export", provenance=read_json(folder.provenance), card=measured)

@@ -5,6 +5,7 @@
 OUT=${OUT:-runs/compare$([ "$SMOKE" = 1 ] && echo -smoke || true)}
 MINUTES=${MINUTES:-9}
 LIMIT=${LIMIT:-6}
+THREADS=${THREADS:-$(nproc)} # of every benchmark: results of different numbers cannot be joined
 METHODS=${METHODS:-eagle3 eagle1 medusa hydra draft_model}
 TREES='[{name: chain, length: 3}, {name: calibrated, depth: 3, top_k: 3, total: 6}, {name: dynamic, top_k: 3, depth: 3, total: 6}]'
 
@@ -21,7 +22,7 @@ for t in 0.0 1.0; do
         [ "$name" = draft_model ] && extra+=(hf_assisted=true)
         [ "$name" = eagle3 ] && extra=(hf_lookup=true "trees=${TREES%]}, {drafter: {name: prompt_lookup}, name: chain, length: 3}, {drafter: {name: early_exit, layers: 4}, name: chain, length: 1}]")
         bench "$OUT/$name" "$OUT/bench-$name-$t" prompts=mtbench,humaneval "limit=$LIMIT" max_new_tokens=48 repeats=1 warmup=1 \
-            tree=chain tree.length=2 "temperature=$t" "${extra[@]}"
+            "threads=$THREADS" tree=chain tree.length=2 "temperature=$t" "${extra[@]}"
         results+=("$OUT/bench-$name-$t")
     done
 done

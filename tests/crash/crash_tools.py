@@ -1,10 +1,12 @@
 """Crashes at every point of an operation, full disks at every point, and what must hold afterwards."""
 
 import contextlib
+import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import tracer
 from tracer import Call, Trace, trace
@@ -173,6 +175,11 @@ def noted(text: str) -> Iterator[None]:
 def names(folder: Path) -> set[str]:
     """Every file and folder below, hidden ones included."""
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def untimed(path: Path) -> Any:
+    """A JSON file without the time a run took, which an interruption changes."""
+    return json.loads(path.read_text(), object_hook=lambda part: {k: part[k] for k in part if k != "train/minutes"})
 
 
 def contents(folder: Path) -> dict[str, bytes]:

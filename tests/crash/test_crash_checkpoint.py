@@ -1,14 +1,13 @@
 """Checkpoints and whole training runs survive kill -9, a full disk and a power cut."""
 
 import csv
-import json
 import warnings
 from pathlib import Path
 
 import pytest
 import torch
 import train_tools as tools
-from crash_tools import Disk, check_order, contents, crash_everywhere, fill_everywhere, names, watch
+from crash_tools import Disk, check_order, contents, crash_everywhere, fill_everywhere, names, untimed, watch
 
 from distill.export import load_drafter
 from distill.train.checkpoint import AtomicCheckpointIO, Checkpoints, find_best, find_last, settle
@@ -139,12 +138,12 @@ def outcome(folder):
     """Everything a run leaves that must not depend on interruptions."""
     where = folder / "run"
     state = AtomicCheckpointIO().load_checkpoint(find_last(where / "checkpoints", say=pytest.fail).path)
-    index = json.loads((where / "checkpoints" / "index.json").read_text())
+    index = untimed(where / "checkpoints" / "index.json")
     return {
         "names": names(where),
         "weights": (where / "export" / "model.safetensors").read_bytes(),
         "flags": (where / "export" / "config.json").read_bytes(),
-        "measured": json.loads((where / "export" / "provenance.json").read_text())["measured"],
+        "measured": untimed(where / "export" / "provenance.json")["measured"],
         "optimiser": repr([state[part] for part in ("optimizer_states", "lr_schedulers", "global_step")]),
         "index": index,
         "metrics": logged(folder),

@@ -1,14 +1,13 @@
 """The real command line, killed with -9 at random moments, ends with what an undisturbed one gives."""
 
 import csv
-import json
 import os
 import random
 import signal
 import time
 
 import pytest
-from crash_tools import names, noted
+from crash_tools import names, noted, untimed
 from tracer import forked
 
 from distill.data.store import read_manifest
@@ -41,8 +40,8 @@ def outcome(folder):
         "data": [(path.name, path.read_bytes()) for path in sorted((run / "data").glob("*.safetensors"))],
         "counts": (manifest.conversations, manifest.tokens, manifest.left_out, manifest.stopped, manifest.data_hash),
         "weights": (run / "export" / "model.safetensors").read_bytes(),
-        "measured": json.loads((run / "export" / "provenance.json").read_text())["measured"],
-        "index": json.loads((run / "checkpoints" / "index.json").read_text()),
+        "measured": untimed(run / "export" / "provenance.json")["measured"],
+        "index": untimed(run / "checkpoints" / "index.json"),
         "rows": rows,
     }
 

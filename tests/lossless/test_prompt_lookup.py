@@ -5,9 +5,10 @@ import torch
 from oracles import stepped
 
 from distill.decode import Decoder
-from distill.drafters.prompt_lookup import RANKS, PromptLookup, PromptLookupConfig
+from distill.drafters.prompt_lookup import RANKS, PromptLookup, PromptLookupConfig, Text
 from distill.errors import UserError
 from distill.sampling import Sampling
+from distill.target import Target
 from distill.target.tiny import tiny_target
 from distill.tree import Chain, Dynamic, Static
 
@@ -29,9 +30,15 @@ def search(text: list[int], longest: int, shortest: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_what_is_found(seed):
     generator = torch.Generator().manual_seed(seed)
-    text = torch.randint(0, 3, (int(torch.randint(1, 30, (1,), generator=generator)),), generator=generator).tolist()
-    lookup = PromptLookup(PromptLookupConfig(max_ngram=4, min_ngram=2), TARGET)
-    assert lookup.continuations(text) == search(text, 4, 2)
+    size, alphabet = int(torch.randint(1, 60, (1,), generator=generator)), 3 if seed % 2 else 12
+    ids = torch.randint(0, alphabet, (size,), generator=generator).tolist()
+    for longest, shortest in ((4, 2), (3, 1), (1, 1)):
+        text = Text(PromptLookupConfig(max_ngram=longest, min_ngram=shortest))
+        for begin in range(0, size, 3):
+            # Part of it committed, the rest a path in the tree.
+            for end in range(begin, min(begin + 6, size) + 1):
+                assert text.continuations(ids[begin:end]) == search(ids[:end], longest, shortest)
+            text.append(ids[begin : begin + 3])
 
 
 def repeating(n: int) -> list[list[int]]:
@@ -49,16 +56,29 @@ def test_the_text_is_the_targets(plan, temperature):
     assert [g.ids for g in got] == stepped(TARGET, prompts, NEW, sampling)
 
 
+def circling() -> Target:
+    """A target that counts: after token t it says t + 1, after the last one it begins anew."""
+    target = tiny_target(vocab_size=V, hidden=64, layers=2, dtype=torch.float64)
+    for name, weight in target.model.named_parameters():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            weight.zero_()  # nothing is added to the embedding
+    embedding = torch.eye(64, dtype=torch.float64)[:V]
+    target.model.get_input_embeddings().weight.copy_(embedding)
+    target.model.get_output_embeddings().weight.copy_(embedding.roll(1, 0))
+    return target
+
+
 def test_repetition_is_drafted_and_novelty_costs_no_wider_pass():
-    """A text that goes round in a circle is accepted whole; one without repetition is decoded one token a pass."""
-    lookup = PromptLookup(PromptLookupConfig(min_ngram=2), TARGET)
-    decoder = Decoder(TARGET, lookup, plan=Chain(4))
-    circle = decoder.generate([[5, 6, 7] * 4], max_new_tokens=200, ignore_eos=True)[0]
-    rounds = circle.ids[-60:]
-    if any(rounds[i:] == rounds[: 60 - i] for i in range(1, 20)):  # greedy decoding of a tiny target ends in a circle
-        assert circle.steps[-2].accepted == 4
-    fresh = decoder.generate([list(range(3, 20))], max_new_tokens=2, ignore_eos=True)[0]
-    assert [s.offered for s in fresh.steps] == [0]
+    """While the text is new it is decoded one token a pass; once it has gone round, every draft is right."""
+    with torch.no_grad():
+        target = circling()
+    decoder = Decoder(target, PromptLookup(PromptLookupConfig(min_ngram=2), target), plan=Chain(4))
+    (found,) = decoder.generate([[5, 6]], max_new_tokens=120, ignore_eos=True)
+    assert found.ids == [(7 + i) % V for i in range(120)]
+    # The first pass comes after 5, 6, 7; the text repeats two tokens for the first time when it ends in 5, 6 again.
+    new = V + 2 - 3
+    assert [s.offered for s in found.steps[:new]] == [0] * new
+    assert {(s.offered, s.accepted) for s in found.steps[new:-1]} == {(4, 4)}
 
 
 @pytest.mark.parametrize(

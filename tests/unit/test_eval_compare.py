@@ -1,6 +1,7 @@
 """Arms that differ in more than their plan, transformers' own speculative decoding, and joining benchmarks."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -91,7 +92,7 @@ def test_a_baseline_needs_no_checkpoint(prompts, tmp_path):
     "changes, sentence",
     [
         ({}, "either checkpoint .* or drafter .* must be given, got none"),
-        ({"drafter": {"name": "eagle3"}}, "must be one without weights .prompt_lookup, early_exit., got eagle3"),
+        ({"drafter": {"name": "eagle3"}}, "must be one without weights .early_exit, prompt_lookup., got eagle3"),
         (
             {"drafter": {"name": "prompt_lookup"}, "hf_assisted": True},
             "hf_assisted must be false without a draft model",
@@ -148,3 +149,35 @@ def test_joining(checkpoint, prompts, tmp_path):
         compare.run(compare.Config(results=[str(tmp_path / n) for n in "ac"], out=str(tmp_path / "no")))
     with pytest.raises(UserError, match="got none"):
         compare.run(compare.Config())
+    for name, top_p in (("b", 1.0), ("d", 0.5)):
+        source = (tmp_path / "b" / "results.jsonl").read_text().splitlines()
+        shutil.copytree(tmp_path / "b", tmp_path / f"{name}2")
+        changed = "\n".join(json.dumps({**json.loads(line), "top_p": top_p}) for line in source)
+        (tmp_path / f"{name}2" / "results.jsonl").write_text(changed)
+    with pytest.raises(UserError, match=r"same filters .top_k 0, top_p 1., got .*d2 with top_k 0, top_p 0\.5"):
+        compare.run(compare.Config(results=[str(tmp_path / n) for n in ("b2", "d2")], out=str(tmp_path / "no")))
+    with pytest.raises(UserError, match=r"out must be a folder that can be written, got .*results\.jsonl"):
+        compare.run(compare.Config(results=[str(tmp_path / "a")], out=str(tmp_path / "a" / "results.jsonl")))
+    (tmp_path / "d2" / "results.jsonl").write_text("")
+    with pytest.raises(UserError, match="must hold the rows of a benchmark, got none"):
+        compare.run(compare.Config(results=[str(tmp_path / "d2")], out=str(tmp_path / "no")))
+    bench.run(settings(prompts, tmp_path / "e", checkpoint=str(checkpoint), max_minutes=1e-9), quiet=True)
+    with pytest.raises(UserError, match="same prompts .2 turns of two., got .* with 1, 1 of them the same"):
+        compare.run(compare.Config(results=[str(tmp_path / n) for n in "ae"], out=str(tmp_path / "no")))
+    assert not (tmp_path / "no").exists()
+
+
+def test_lines_tell_checkpoints_rules_and_candidates_apart(checkpoint, prompts, tmp_path):
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    arms = [bench.ArmConfig(name="chain", length=2, candidates="topk")]
+    arms += [bench.ArmConfig(name="chain", length=2, verifier=rule) for rule in ("rejection", "typical")]
+    for name, which in (("a", checkpoint), ("b", other)):
+        extra = {"trees": arms, "checkpoint": str(which), "temperature": 1.0, "baselines": ["prompt_lookup"]}
+        bench.run(settings(prompts, tmp_path / name, **extra, hf=False), quiet=True)
+    lines = compare.run(compare.Config(results=[str(tmp_path / n) for n in "ab"], out=str(tmp_path / "both")))
+    ours = ["draft_model", "draft_model, rejection", "draft_model, typical", "draft_model, uncoupled"]
+    assert sorted(line.method for line in lines) == sorted([*ours, *ours, "plain decoding", "prompt_lookup"])
+    assert {line.method for line in lines if not line.lossless} == {"draft_model, typical"}
+    text = (tmp_path / "both" / "comparison.md").read_text()
+    assert f"| draft_model, typical ({other}) (not lossless) |" in text
+    assert "| prompt_lookup | prompt_lookup chain-2 |" in text

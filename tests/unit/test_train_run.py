@@ -94,8 +94,14 @@ def test_killed_and_resumed_equals_uninterrupted(tmp_path, monkeypatch, dies, op
     samples = [(tmp_path / name / "logs" / "samples.jsonl").read_text() for name in ("whole", "torn")]
     assert samples[0] == samples[1]
     indices = [json.loads((tmp_path / name / "checkpoints" / "index.json").read_text()) for name in ("whole", "torn")]
-    best = [{k: v for k, v in index["best"]["metrics"].items() if "speed" not in k} for index in indices]
+    best = [{k: v for k, v in index["best"]["metrics"].items() if k != "train/minutes"} for index in indices]
     assert best[0] == best[1]
+    exports = [tmp_path / name / "export" / "provenance.json" for name in ("whole", "torn")]
+    measured = [json.loads(path.read_text())["measured"] for path in exports]
+    logged = [row for row in metrics(tmp_path / "whole") if int(row["step"]) <= measured[0]["step"]]
+    seen = sum(float(row["train/supervised_tokens"] or 0) for row in logged)
+    assert [m["train/tokens"] for m in measured] == [seen, seen], "supervised tokens, those before the interruption too"
+    assert all(m["train/minutes"] > 0 for m in measured)
     weights = [(tmp_path / name / "export" / "model.safetensors").read_bytes() for name in ("whole", "torn")]
     assert weights[0] == weights[1]
 
