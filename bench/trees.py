@@ -10,9 +10,10 @@ from torch import Tensor
 from bench.record import Measurement, Options
 from distill.decode import Decoder
 from distill.decode.coupling import ranker
+from distill.growing import grow
 from distill.sampling import Sampling
 from distill.target import TargetConfig, load_target
-from distill.tree import Dynamic, Plan, Static, geometry, grow
+from distill.tree import Dynamic, Plan, Static, geometry
 from distill.types import Frontier
 
 PART = "trees"
@@ -45,11 +46,12 @@ class Free:
 
     def __init__(self, vocab: int, widest: int, seed: int):
         generator = torch.Generator().manual_seed(seed)
-        self.logits_1FW = 3 * torch.randn(1, widest, vocab, generator=generator)
+        logits_1FW = 3 * torch.randn(1, widest, vocab, generator=generator)
+        self.logits = [logits_1FW[:, :nodes] for nodes in range(widest + 1)]
 
     def step(self, state: object, frontier: Frontier) -> Tensor:
         """Logits of as many nodes as are asked about."""
-        return self.logits_1FW[:, : frontier.tokens_BF.shape[1]]
+        return self.logits[frontier.tokens_BF.shape[1]]
 
     def to_target_ids(self, ids: Tensor) -> Tensor:
         """The same vocabulary."""

@@ -1,28 +1,34 @@
-"""The draft tree: its geometry, the plans that shape it, and ``grow``, written once for every drafter.
+"""The draft tree: its geometry, and the plans that shape it (``growing.py`` grows them).
 
 A chain is a tree with one child per node; plain autoregressive decoding proposes the root alone.
 """
 
 from collections import Counter
 from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
-from typing import Any, Literal, Protocol
+from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from distill import kernels
 from distill.calibration import Calibration, best_paths, needed
 from distill.config import opt
 from distill.errors import UserError, did_you_mean
-from distill.types import DraftTree, Frontier
 
 
 def geometry(parents_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
-    """Return (ancestors_BNN bool with the diagonal set, depths_BN) by following parents ``max_depth`` times."""
+    """Return (ancestors_BNN bool with the diagonal set, depths_BN) of trees whose parents precede their children."""
     batch, n = parents_BN.shape
     if max_depth == 0:
         zeros = torch.zeros_like(parents_BN)
         return zeros.eq(0)[:, :, None].expand(batch, n, n), zeros
+    library = kernels.load() if parents_BN.is_cpu else None
+    if library is not None:
+        parents_BN = parents_BN.contiguous()
+        ancestors, depths_BN = torch.empty(batch, n, n, dtype=torch.bool), torch.empty(batch, n, dtype=torch.long)
+        library.draftsmith_geometry(parents_BN.data_ptr(), ancestors.data_ptr(), depths_BN.data_ptr(), batch, n)
+        return ancestors, depths_BN
     current = torch.arange(n, device=parents_BN.device).expand(batch, n)
     ancestors = torch.zeros(batch, n, n, dtype=torch.bool, device=parents_BN.device)
     for _ in range(max_depth + 1):
@@ -175,9 +181,14 @@ class Dynamic:
         _check_size(max(self.fed, self.top_k))
 
     @property
+    def considered(self) -> int:
+        """Candidates drafted per round."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
+
+    @property
     def n_nodes(self) -> int:
         """Nodes verified per round, the root included."""
-        return min(self.total, 1 + self.top_k + (self.depth - 1) * self.top_k**2)
+        return min(self.total, 1 + self.considered)
 
     @property
     def fed(self) -> int:
@@ -217,150 +228,3 @@ def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, gre
     rates = needed(calibration).choices(greedy=greedy).rates()
     paths = best_paths(rates, nodes=config.total - 1, depth=config.depth, children=config.top_k)
     return Static(paths, name="calibrated")
-
-
-class _Steps(Protocol):
-    """What ``grow`` needs of a drafter."""
-
-    def step(self, state: Any, frontier: Frontier) -> Tensor: ...
-    def to_target_ids(self, ids: Tensor) -> Tensor: ...
-
-
-class Ranker(Protocol):
-    """Turns draft logits into the scores candidates are ranked by (see ``decode/coupling.py``)."""
-
-    candidates: Literal["topk", "coupled", "sampled"]
-
-    def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
-        """Return scores_BFW for the children of nodes at ``depth``."""
-
-    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
-        """Log of the chance that each child is what the target says, from its score ``top_BFk`` among all."""
-
-    def distribution(self, logits_BFW: Tensor) -> Tensor | None:
-        """What the children are drawn from, where they are drawn."""
-
-
-def grow(drafter: _Steps, state: Any, plan: Plan, root_B: Tensor, ranker: Ranker) -> DraftTree:
-    """Draft one tree under every root.
-
-    Args:
-        drafter: its ``step`` continues the nodes of one depth.
-        state: the drafter's decoding state, extended up to the root.
-        plan: the shape.
-        root_B: last committed token of each row.
-        ranker: maps logits at a depth to scores; its ``candidates`` labels the tree.
-    """
-    if isinstance(plan, Dynamic):
-        assert ranker.candidates != "sampled", "reranking by sampled scores would bias what was drawn"
-        return _grow_dynamic(drafter, state, plan, root_B, ranker)
-    return _grow_static(drafter, state, plan, root_B, ranker)
-
-
-def root_only(root_B: Tensor) -> DraftTree:
-    """The empty proposal: plain autoregressive decoding."""
-    return DraftTree(
-        tokens_BN=root_B[:, None], parents_BN=torch.zeros_like(root_B)[:, None], max_depth=0, candidates="topk"
-    )
-
-
-def _first(root_B: Tensor) -> Frontier:
-    zeros = torch.zeros_like(root_B)[:, None]
-    return Frontier(
-        tokens_BF=root_B[:, None],
-        depth=0,
-        parent_BF=zeros,
-        ancestors_BFM=torch.ones(*zeros.shape, 1, dtype=torch.bool, device=root_B.device),
-    )
-
-
-def _next(before: Frontier, tokens_BF: Tensor, parent_BF: Tensor) -> Frontier:
-    """The frontier one level down: each node sees what its parent saw, and itself."""
-    inherited = before.ancestors_BFM.gather(1, parent_BF[:, :, None].expand(-1, -1, before.ancestors_BFM.shape[2]))
-    itself = torch.eye(tokens_BF.shape[1], dtype=torch.bool, device=tokens_BF.device).expand(len(tokens_BF), -1, -1)
-    return Frontier(
-        tokens_BF=tokens_BF,
-        depth=before.depth + 1,
-        parent_BF=parent_BF,
-        ancestors_BFM=torch.cat([inherited, itself], dim=2),
-    )
-
-
-@lru_cache(maxsize=1024)
-def _constant(values: tuple[int, ...], device: torch.device) -> Tensor:
-    """A tensor of a plan's constants, on the device once: a copy per round could not be recorded in a graph."""
-    with torch.inference_mode(False):
-        return torch.tensor(values, device=device)
-
-
-def _grow_static(drafter, state, plan: Static, root_B: Tensor, ranker: Ranker) -> DraftTree:
-    batch, device = len(root_B), root_B.device
-    tokens, parents, drawn = [root_B[:, None]], [0], []
-    frontier = _first(root_B)
-    for level in plan.levels:
-        logits_BFW = drafter.step(state, frontier)
-        scores_BFW = ranker(logits_BFW, frontier.depth)
-        q_BFW = ranker.distribution(logits_BFW)
-        if q_BFW is not None:
-            drawn.append(q_BFW.expand(-1, frontier.tokens_BF.shape[1], -1))
-        width = min(max(level.rank) + 1, scores_BFW.shape[-1])
-        top = scores_BFW.topk(width, dim=-1)
-        ranked_BFR = top.indices.expand(-1, frontier.tokens_BF.shape[1], -1)
-        parent = _constant(level.parent_local, device)
-        rank = _constant(level.rank, device)
-        ids_BC = drafter.to_target_ids(ranked_BFR[:, parent, rank.clamp(max=width - 1)])
-        ids_BC = ids_BC.masked_fill(rank >= width, -1)  # a vocabulary smaller than the rank: unused node
-        # Filters may leave fewer tokens than children, and a lookup may find fewer: the others are no drafts.
-        if q_BFW is not None or not getattr(drafter, "soft", True):
-            drawn_BFR = top.values.isfinite().expand(-1, frontier.tokens_BF.shape[1], -1)
-            ids_BC = ids_BC.where(drawn_BFR[:, parent, rank.clamp(max=width - 1)], -1)
-        tokens.append(ids_BC)
-        parents.extend(level.parent_global)
-        if level.grown:
-            grown = _constant(level.grown, device)
-            frontier = _next(frontier, ids_BC[:, grown].clamp(min=0), parent[grown].expand(batch, -1))
-    return DraftTree(
-        tokens_BN=torch.cat(tokens, 1),
-        parents_BN=_constant(tuple(parents), device).expand(batch, -1),
-        max_depth=plan.depth,
-        candidates=ranker.candidates,
-        q_BFW=torch.cat(drawn, 1) if drawn else None,
-        q_row_N=_constant(plan.fed_row, device) if drawn else None,
-    )
-
-
-def _grow_dynamic(drafter, state, plan: Dynamic, root_B: Tensor, ranker: Ranker) -> DraftTree:
-    batch = len(root_B)
-    frontier = _first(root_B)
-    value_BF = torch.zeros(batch, 1, device=root_B.device)
-    above_BF = torch.full((batch, 1), -1, dtype=torch.long, device=root_B.device)  # candidate index; -1 = root
-    tokens, values, above, recorded = [], [], [], 0
-    for depth in range(plan.depth):
-        scores = ranker(drafter.step(state, frontier), depth)
-        k = min(plan.top_k, scores.shape[-1])
-        top = scores.topk(k, dim=-1)
-        chance_BFk = ranker.log_chance(scores, top.values, depth).to(value_BF.dtype)
-        value_BC = (value_BF[:, :, None] + chance_BFk).flatten(1)
-        ids_BFk = drafter.to_target_ids(top.indices)
-        ids_BC = ids_BFk.expand(-1, value_BF.shape[1], -1).flatten(1)
-        tokens.append(ids_BC)
-        values.append(value_BC)
-        above.append(above_BF[:, :, None].expand(-1, -1, k).flatten(1))
-        if depth + 1 < plan.depth:
-            best = value_BC.topk(min(plan.top_k, value_BC.shape[1]), dim=-1)
-            frontier = _next(frontier, ids_BC.gather(1, best.indices), best.indices // k)
-            value_BF, above_BF = best.values, recorded + best.indices
-        recorded += ids_BC.shape[1]
-    value_BM, token_BM, above_BM = torch.cat(values, 1), torch.cat(tokens, 1), torch.cat(above, 1)
-    # A stable sort keeps a parent before a child of equal value (confidence exactly 1), so the set is closed.
-    order = value_BM.sort(dim=-1, descending=True, stable=True).indices
-    kept = order[:, : plan.total - 1].sort(-1).values
-    parent_above = above_BM.gather(1, kept)
-    parents = torch.where(parent_above < 0, 0, torch.searchsorted(kept, parent_above.clamp(min=0)) + 1)
-    zeros = torch.zeros_like(root_B)[:, None]
-    return DraftTree(
-        tokens_BN=torch.cat([root_B[:, None], token_BM.gather(1, kept)], 1),
-        parents_BN=torch.cat([zeros, parents], 1),
-        max_depth=plan.depth,
-        candidates=ranker.candidates,
-    )

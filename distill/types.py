@@ -143,6 +143,8 @@ class Accepted:
 class Frontier:
     """The nodes of one depth that the drafter is asked to continue.
 
+    The tensors are written again for the next tree: what a drafter wants to keep of them it copies.
+
     Attributes:
         tokens_BF: target-vocabulary ids.
         depth: depth of these nodes (root = 0), a host integer.

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from distill import kernels
 from distill.calibration import Calibration, Choices
+from distill.candidates import Best, best
 from distill.sampling import Sampling, choose, choose_among_top, gumbel, stream_seed, uniform, warp
 from distill.types import Candidates
 
@@ -127,12 +128,17 @@ class PlainRanker:
         logits = logits_BFW if logits_BFW.dtype == torch.float64 else logits_BFW.float()
         return logits if self.sampling.greedy else logits / self.sampling.temperature
 
-    def log_chance(self, scores_BFW: Tensor, top_BFk: Tensor, depth: int) -> Tensor:
-        """Softmax of the scores, scaled as calibrated, [B, F, k]."""
-        if self.choices is not None:
-            scale = self.choices.scale(depth)
-            scores_BFW, top_BFk = scores_BFW * scale, top_BFk * scale
-        return top_BFk - scores_BFW.logsumexp(-1, keepdim=True)
+    def best(
+        self, logits_BFW: Tensor, depth: int, k: int, *, chances: bool = False, out: Best | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The k best candidates, best first: their scores, or their log-softmax scaled as calibrated; and their ids."""
+        scale = None if not chances else 1.0 if self.choices is None else self.choices.scale(depth)
+        x_BFW, temperature, noise_BPW = self._parts(logits_BFW, depth)
+        return best(x_BFW, k, temperature=temperature, noise_BPW=noise_BPW, depth=depth, scale=scale, out=out)
+
+    def _parts(self, logits_BFW: Tensor, depth: int) -> tuple[Tensor, float, Tensor | None]:
+        """What the scores are made of: x_BFW / temperature + noise_BPW."""
+        return logits_BFW, self.sampling.temperature or 1.0, None
 
     def distribution(self, logits_BFW: Tensor) -> Tensor | None:
         """Nothing is drawn."""
@@ -161,6 +167,11 @@ class CoupledRanker(PlainRanker):
         # What the filters drop ranks last, in its own order: better than arbitrary ids when k exceeds them.
         scores = torch.where(torch.isinf(warped), logits - 1e4, warped)
         return scores + self.noise_BPW[:, depth, None]
+
+    def _parts(self, logits_BFW: Tensor, depth: int) -> tuple[Tensor, float, Tensor | None]:
+        if self.sampling.top_k or self.sampling.top_p < 1:
+            return self(logits_BFW, depth), 1.0, None
+        return logits_BFW, self.sampling.temperature, self.noise_BPW
 
 
 class SampledRanker(PlainRanker):
@@ -194,6 +205,9 @@ class SampledRanker(PlainRanker):
     def __call__(self, logits_BFW: Tensor, depth: int) -> Tensor:
         """Return scores_BFW; what the filters drop stays at -inf and is no draw."""
         return self._warp(logits_BFW) + self.noise_BPW[:, depth, None]
+
+    def _parts(self, logits_BFW: Tensor, depth: int) -> tuple[Tensor, float, Tensor | None]:
+        return self(logits_BFW, depth), 1.0, None
 
     def distribution(self, logits_BFW: Tensor) -> Tensor:
         """q_BFW, warped."""

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from distill.decode.coupling import RoundNoise, ranker
 from distill.graphs import BUCKET, Graphs, Storage, rounded
+from distill.growing import grow
 from distill.sampling import Sampling
-from distill.tree import Plan, grow
+from distill.tree import Plan
 from distill.types import Candidates, DraftTree
 
 

@@ -21,10 +21,11 @@ from distill.decode.verify import Typical, match, resolve, typical
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.graphs import Graphs
+from distill.growing import root_only
 from distill.kv_cache import KVCache
 from distill.sampling import Sampling
 from distill.target import Target
-from distill.tree import Plan, Static, geometry, root_only
+from distill.tree import Plan, Static, geometry
 from distill.types import Accepted, DraftTree, TargetOutput
 
 Engine = Literal["eager", "fast"]

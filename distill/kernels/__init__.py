@@ -79,11 +79,13 @@ def _library() -> ctypes.CDLL:
     library.draftsmith_rotate_write.restype = None
     library.draftsmith_hash.argtypes = [ctypes.c_int32] * 2 + [pointer, integer]
     library.draftsmith_hash.restype = None
-    library.draftsmith_best.argtypes = [pointer] * 4 + [integer] * 6 + [ctypes.c_float] * 2
+    library.draftsmith_best.argtypes = [pointer, integer, pointer, integer, ctypes.c_float, ctypes.c_float, pointer]
     library.draftsmith_best.restype = None
-    library.draftsmith_level.argtypes = [pointer] * 10 + [integer] * 9
+    library.draftsmith_take.argtypes = [pointer, pointer, integer, integer, pointer, pointer, pointer]
+    library.draftsmith_take.restype = None
+    library.draftsmith_level.argtypes = [pointer, pointer, integer, integer, pointer, pointer]
     library.draftsmith_level.restype = None
-    library.draftsmith_rerank.argtypes = [pointer] * 6 + [integer] * 4
+    library.draftsmith_rerank.argtypes = [pointer] * 4
     library.draftsmith_rerank.restype = None
     library.draftsmith_geometry.argtypes = [pointer] * 3 + [integer] * 2
     library.draftsmith_geometry.restype = None

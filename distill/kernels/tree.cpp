@@ -76,47 +76,77 @@ void best_of_row(const T* x, const float* noise, float* value, int64_t* id, int6
 }
 
 template <typename T>
-void best_of_rows(const T* x, const float* noise, float* value, int64_t* id, int64_t rows, int64_t width, int64_t k,
-                  int64_t rows_per_noise, int64_t noise_stride, float temperature, float scale) {
-#pragma omp parallel for schedule(static) if (rows > 1 && rows * width >= kWorthThreads)
-  for (int64_t r = 0; r < rows; r++)
-    best_of_row(x + r * width, noise ? noise + r / rows_per_noise * noise_stride : nullptr, value + r * k, id + r * k, width,
-                k, temperature, scale);
+void best_of_rows(const T* x, const float* noise, int64_t noise_stride, float temperature, float scale,
+                  const int64_t* job) {
+  const int64_t batch = job[2], nodes = job[3], width = job[4], k = job[5];
+#pragma omp parallel for schedule(static) if (batch * nodes > 1 && batch * nodes * width >= kWorthThreads)
+  for (int64_t r = 0; r < batch * nodes; r++)
+    best_of_row(x + r * width, noise ? noise + r / nodes * noise_stride : nullptr, (float*)job[0] + r * k,
+                (int64_t*)job[1] + r * k, width, k, temperature, scale);
 }
 
 }  // namespace
 
+// What stays the same from round to round (addresses, sizes) comes in one array per level: every argument costs Python
+// a conversion.
 extern "C" {
 
-// value, id[rows, k]: the best of every row of x[rows, width] (bf16 if half, else fp32), see best_of_row.
-// noise (or null) has a row of width floats, noise_stride apart, for every rows_per_noise rows of x.
-void draftsmith_best(const void* x, const float* noise, float* value, int64_t* id, int64_t half, int64_t rows,
-                     int64_t width, int64_t k, int64_t rows_per_noise, int64_t noise_stride, float temperature,
-                     float scale) {
+// value, id[batch, nodes, k]: the best of every row of x[batch, nodes, width] (bf16 if half, else fp32); see best_of_row.
+// noise (or null) has a row of width floats for every row of the batch, noise_stride apart.
+// job: value, id, batch, nodes, width, k.
+void draftsmith_best(const void* x, int64_t half, const float* noise, int64_t noise_stride, float temperature, float scale,
+                     const int64_t* job) {
   if (half)
-    best_of_rows((const uint16_t*)x, noise, value, id, rows, width, k, rows_per_noise, noise_stride, temperature, scale);
+    best_of_rows((const uint16_t*)x, noise, noise_stride, temperature, scale, job);
   else
-    best_of_rows((const float*)x, noise, value, id, rows, width, k, rows_per_noise, noise_stride, temperature, scale);
+    best_of_rows((const float*)x, noise, noise_stride, temperature, scale, job);
 }
 
-// Record the children of one level as candidates, and pick the nodes to grow on.
+// Take over one level of a static tree. id[batch, shown, k] are the candidates of the nodes (shown = 1: the same for
+// all), with value[batch, shown, k] where those that are not finite are none, else null; tree[batch, total] gets the
+// chosen ones from column `at` on, -1 where there is none, and next[batch, grown] those that are grown on. Column 0 of
+// the tree is the root, written with the first level.
+// job: next, node and rank of each child, places of those grown on among them, batch, total, at, children, grown.
+void draftsmith_take(const int64_t* id, const float* value, int64_t shown, int64_t k, const int64_t* root, int64_t* tree,
+                    const int64_t* job) {
+  int64_t* next = (int64_t*)job[0];
+  const int64_t *node = (const int64_t*)job[1], *rank = (const int64_t*)job[2], *picked = (const int64_t*)job[3];
+  const int64_t batch = job[4], total = job[5], at = job[6], children = job[7], grown = job[8];
+  for (int64_t b = 0; b < batch; b++) {
+    int64_t* row = tree + b * total + at;
+    if (at == 1) row[-1] = root[b];
+    for (int64_t c = 0; c < children; c++) {
+      const int64_t from = (b * shown + (shown > 1 ? node[c] : 0)) * k + rank[c];
+      row[c] = rank[c] < k && (!value || std::isfinite(value[from])) ? id[from] : -1;
+    }
+    for (int64_t g = 0; g < grown; g++) *next++ = std::max<int64_t>(row[picked[g]], 0);
+  }
+}
+
+// Record the children of one level of a dynamic tree as candidates, and pick the nodes to grow on.
 //
-// chance, token[batch, shared ? 1 : nodes, k]: log chances and ids of the children of each of the nodes.
-// values, tokens, above[batch, capacity]: the candidates so far, `recorded` of them; above is the parent's index or -1.
-// picked[batch, stride]: candidate index of every node, replaced by those of the `keep` best children, best first.
-// seen[batch, nodes, fed]: which fed nodes each node sees; next_seen[batch, keep, fed + keep] likewise, one level down.
-// next_token, parent[batch, keep]: the nodes to grow on, and their parents among `nodes`.
-void draftsmith_level(const float* chance, const int64_t* token, float* values, int64_t* tokens, int64_t* above,
-                      int64_t* picked, const uint8_t* seen, int64_t* next_token, int64_t* parent, uint8_t* next_seen,
-                      int64_t batch, int64_t nodes, int64_t shared, int64_t k, int64_t capacity, int64_t recorded,
-                      int64_t stride, int64_t keep, int64_t fed) {
+// chance, token[batch, shown, k]: log chances and ids of the children of the nodes (shown = 1: the same for all).
+// seen[batch, nodes, fed]: which of the nodes fed so far each node sees.
+// job: values, tokens, above[batch, most], the candidates so far (above is the parent's index, or -1 for the root);
+//   picked[batch, per_level], candidate index of every node, replaced by those of the best children, best first;
+//   next_token, parent[batch, keep], next_seen[batch, keep, fed + keep], the nodes to grow on, their parents among the
+//   nodes and what they see; batch, nodes, most, per_level, recorded candidates, keep, fed.
+void draftsmith_level(const float* chance, const int64_t* token, int64_t shown, int64_t k, const uint8_t* seen,
+                      const int64_t* job) {
+  float* values = (float*)job[0];
+  int64_t *tokens = (int64_t*)job[1], *above = (int64_t*)job[2], *picked = (int64_t*)job[3];
+  int64_t *next_token = (int64_t*)job[4], *parent = (int64_t*)job[5];
+  uint8_t* next_seen = (uint8_t*)job[6];
+  const int64_t batch = job[7], nodes = job[8], most = job[9], per_level = job[10], recorded = job[11];
+  const int64_t keep = job[12], fed = job[13];
   std::vector<int64_t> order(nodes * k);
-  for (int64_t b = 0; b < batch; b++, values += capacity, tokens += capacity, above += capacity, picked += stride) {
+  for (int64_t b = 0; b < batch; b++, values += most, tokens += most, above += most, picked += per_level) {
     for (int64_t f = 0; f < nodes; f++) {
-      const float own = picked[f] < 0 ? 0.0f : values[picked[f]];
+      const int64_t node = recorded ? picked[f] : -1;
+      const float own = node < 0 ? 0.0f : values[node];
       for (int64_t j = 0; j < k; j++) {
-        const int64_t at = recorded + f * k + j, from = (shared ? b : b * nodes + f) * k + j;
-        values[at] = own + chance[from], tokens[at] = token[from], above[at] = picked[f];
+        const int64_t at = recorded + f * k + j, from = (b * shown + (shown > 1 ? f : 0)) * k + j;
+        values[at] = own + chance[from], tokens[at] = token[from], above[at] = node;
       }
     }
     if (!keep) continue;
@@ -136,12 +166,15 @@ void draftsmith_level(const float* chance, const int64_t* token, float* values, 
   }
 }
 
-// The tree of the root and the `keep` best of `recorded` candidates, in the order they were recorded; token, parent
-// [batch, keep + 1]. No candidate is worth more than its parent, and parents come first, so all parents are in it.
-void draftsmith_rerank(const float* values, const int64_t* tokens, const int64_t* above, const int64_t* root,
-                       int64_t* token, int64_t* parent, int64_t batch, int64_t capacity, int64_t recorded, int64_t keep) {
+// The tree of the root and the `keep` best candidates, in the order they were recorded; token, parent[batch, keep + 1].
+// No candidate is worth more than its parent, and parents come first, so all parents are in it.
+// job: values, tokens, above[batch, most], batch, most, recorded candidates, keep.
+void draftsmith_rerank(const int64_t* root, int64_t* token, int64_t* parent, const int64_t* job) {
+  const float* values = (const float*)job[0];
+  const int64_t *tokens = (const int64_t*)job[1], *above = (const int64_t*)job[2];
+  const int64_t batch = job[3], most = job[4], recorded = job[5], keep = job[6];
   std::vector<int64_t> order(recorded), place(recorded);
-  for (int64_t b = 0; b < batch; b++, values += capacity, tokens += capacity, above += capacity) {
+  for (int64_t b = 0; b < batch; b++, values += most, tokens += most, above += most) {
     std::iota(order.begin(), order.end(), 0);
     if (keep < recorded)
       std::nth_element(order.begin(), order.begin() + keep, order.end(), [values](int64_t i, int64_t j) {

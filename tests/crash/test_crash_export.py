@@ -8,9 +8,10 @@ import torch
 from crash_tools import check_order, contents, crash_everywhere, fill_everywhere, names, watch
 
 from distill import files
+from distill.calibration import Calibration, Choices
 from distill.drafters.eagle3 import Eagle3, Eagle3Config
 from distill.errors import UserError
-from distill.export import copy_export, load_drafter, save_drafter, update_card
+from distill.export import copy_export, load_drafter, save_calibration, save_drafter, update_card
 from distill.target.tiny import tiny_target
 from distill.vocab import DraftVocab
 
@@ -134,3 +135,31 @@ def test_a_card_is_old_or_new(tmp_path):
 
     crash_everywhere(tmp_path, update, check, before=save(OLD))
     check_order(watch(tmp_path, update, save(OLD)).calls, tmp_path / "now")
+
+
+def test_a_calibration_is_old_or_new(tmp_path):
+    def measured(hits):
+        choices = Choices(hits_DR=[[hits]], count_D=[9], scale_D=[1.0])
+        return Calibration(greedy=choices, coupled=choices)
+
+    def before(folder):
+        save(OLD)(folder)
+        save_calibration(folder / "out", measured(3))
+
+    def measure(folder):
+        save_calibration(folder / "out", measured(7))
+
+    found = set()
+
+    def hits(folder):
+        return load_drafter(folder / "out", TARGET).calibration.greedy.hits_DR[0][0]
+
+    def check(folder):
+        found.add(hits(folder))
+        measure(folder)
+        assert hits(folder) == 7
+        assert len(contents(folder)) == 5
+
+    crash_everywhere(tmp_path, measure, check, before=before)
+    assert found == {3, 7}
+    check_order(watch(tmp_path, measure, before).calls, tmp_path / "now")

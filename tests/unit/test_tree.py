@@ -5,10 +5,21 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from distill import kernels
 from distill.errors import UserError
-from distill.tree import Chain, Dynamic, PlanConfig, Static, geometry, grow, make_plan, root_only
+from distill.growing import grow, root_only
+from distill.tree import Chain, Dynamic, PlanConfig, Static, geometry, make_plan
 
 BUSHY = ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (2, 3), (0, 0, 0), (1, 0, 2), (2, 3, 1))
+
+
+@pytest.fixture(params=["kernels", "torch"], autouse=True)
+def implementation(request, monkeypatch):
+    """Everything here holds with our CPU kernels and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "load", lambda: None)
+    elif kernels.load() is None:
+        pytest.skip(f"kernels not available: {kernels.why_not()}")
 
 
 class Table:
@@ -67,11 +78,9 @@ class Plain:
 
     candidates: str = "topk"
 
-    def __call__(self, logits_BFW, depth):
-        return logits_BFW
-
-    def log_chance(self, scores_BFW, top_BFk, depth):
-        return scores_BFW.log_softmax(-1).topk(top_BFk.shape[-1]).values
+    def best(self, logits_BFW, depth, k, *, chances=False, out=None):
+        scores = logits_BFW.log_softmax(-1) if chances else logits_BFW
+        return scores.topk(min(k, scores.shape[-1]))
 
     def distribution(self, logits_BFW):
         return None
@@ -188,6 +197,84 @@ def test_chain_is_a_chain():
     tree = grown(Chain(4), Table(8))
     assert tree.parents_BN[0].tolist() == [0, 0, 1, 2, 3]
     assert (Chain(4).n_nodes, Chain(4).fed, Chain(4).depth, str(Chain(4))) == (5, 4, 4, "chain(4)")
+
+
+# -- what children are drawn from
+
+
+class Drawing(Plain):
+    """Children in the order of the logits, said to be drawn from their softmax without the worst ``filtered``."""
+
+    candidates = "sampled"
+
+    def __init__(self, filtered: int = 0):
+        self.filtered = filtered
+
+    def _scores(self, logits_BFW):
+        worst = (-logits_BFW).topk(self.filtered).indices
+        return logits_BFW.scatter(-1, worst, float("-inf"))
+
+    def best(self, logits_BFW, depth, k, *, chances=False, out=None):
+        assert not chances
+        scores = self._scores(logits_BFW)
+        return scores.topk(min(k, scores.shape[-1]))
+
+    def distribution(self, logits_BFW):
+        return self._scores(logits_BFW).softmax(-1)
+
+
+@pytest.mark.parametrize("plan", [Chain(3), Static(BUSHY), Static(tuple((r,) for r in range(6)))], ids=str)
+def test_every_node_knows_what_its_children_were_drawn_from(plan):
+    table, root, ranker = Table(8), torch.tensor([5, 6]), Drawing()
+    tree = grow(table, {"root": root[:, None].tolist()}, plan, root, ranker)
+    assert tree.candidates == "sampled"
+    parents = set(tree.parents_BN[0, 1:].tolist())
+    for b in range(2):
+        paths = paths_of(tree.tokens_BN[b].tolist(), tree.parents_BN[b].tolist(), 0)
+        for node, path in enumerate(paths):
+            row = int(tree.q_row_N[node])
+            assert (row >= 0) == (node in parents)
+            if row >= 0:
+                assert torch.equal(tree.q_BFW[b, row], ranker.distribution(table.logits(b, path)))
+    assert tree.q_BFW.shape == (2, plan.fed, 8)
+
+
+def test_children_that_could_not_be_drawn_are_unused_nodes():
+    """The filters left two tokens of five; the third child, and what would hang on it, is none."""
+    plan, table, root = Static(((0,), (1,), (2,), (2, 0), (0, 0))), Table(5), torch.tensor([5])
+    tree = grow(table, {"root": [[5]]}, plan, root, Drawing(filtered=3))
+    assert (tree.tokens_BN[0] == -1).tolist() == [False, False, False, True, False, False]
+    assert torch.equal((tree.q_BFW > 0).sum(-1), torch.full((1, 3), 2))
+
+
+class Depths:
+    """A drafter whose logits depend on the depth alone (Medusa), once for all nodes or written out for each."""
+
+    def __init__(self, shared: bool):
+        self.shared = shared
+
+    def step(self, state, frontier):
+        generator = torch.Generator().manual_seed(frontier.depth)
+        logits_B1W = torch.randn(2, 1, 8, generator=generator)
+        return logits_B1W if self.shared else logits_B1W.expand(-1, frontier.tokens_BF.shape[1], -1)
+
+    def to_target_ids(self, ids):
+        return ids + 2
+
+
+@pytest.mark.parametrize("ranker", [Plain(), Drawing(), Drawing(filtered=6)], ids=["plain", "drawn", "filtered"])
+@pytest.mark.parametrize("plan", [Chain(3), Static(BUSHY), Dynamic(top_k=3, depth=3, total=9)], ids=str)
+def test_logits_shared_by_all_nodes_are_those_of_each(plan, ranker):
+    if isinstance(plan, Dynamic) and ranker.candidates == "sampled":
+        with pytest.raises(AssertionError, match="would bias"):
+            grow(Depths(True), None, plan, torch.tensor([5, 6]), ranker)
+        return
+    one, each = (grow(Depths(shared), None, plan, torch.tensor([5, 6]), ranker) for shared in (True, False))
+    assert torch.equal(one.tokens_BN, each.tokens_BN)
+    assert torch.equal(one.parents_BN, each.parents_BN)
+    if ranker.candidates == "sampled":
+        assert torch.equal(one.q_BFW, each.q_BFW)
+        assert torch.equal(one.q_row_N, each.q_row_N)
 
 
 # -- dynamic trees
