@@ -6,6 +6,7 @@ target's noise.
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -104,19 +105,29 @@ def read(record: Mapping[str, Any], where: str) -> Calibration:
     Raises:
         UserError: it is damaged, or of another version.
     """
+    version = record.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{where}: schema_version must be {SCHEMA_VERSION}, got {version!r}; calibrate again")
     try:
-        if record["schema_version"] != SCHEMA_VERSION:
-            raise UserError(
-                f"{where}: schema_version must be {SCHEMA_VERSION}, got {record['schema_version']!r}; calibrate again"
-            )
         greedy, coupled = (Choices(**record[name]) for name in ("greedy", "coupled"))
-        for choices in (greedy, coupled):
-            sizes = {len(choices.hits_DR), len(choices.count_D), len(choices.scale_D)}
-            if len(sizes) != 1 or not all(scale > 0 for scale in choices.scale_D):
-                raise ValueError("tables of different depths")
+        _check(greedy)
+        _check(coupled)
         return Calibration(greedy=greedy, coupled=coupled, weights_sha256=str(record["weights_sha256"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{where} must be a calibration, got a damaged one ({error}); calibrate again") from error
+
+
+def _check(choices: Choices) -> None:
+    """Raise ValueError or TypeError where a table is not what ``task=calibrate`` writes."""
+    hits, counts, scales = choices.hits_DR, choices.count_D, choices.scale_D
+    if not 0 < len(hits) == len(counts) == len(scales):
+        raise ValueError("tables of different depths")
+    if len({len(row) for row in hits}) != 1 or not hits[0]:
+        raise ValueError("depths of different ranks")
+    if not all(isinstance(count, int) and count >= 0 for count in itertools.chain(counts, *hits)):
+        raise ValueError("counts that are none")
+    if not all(0 < scale < math.inf for scale in scales):
+        raise ValueError("scales that are not above 0")
 
 
 def needed(calibration: Calibration | None) -> Calibration:

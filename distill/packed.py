@@ -29,6 +29,11 @@ def packable(weight_OI: Tensor) -> bool:
     )
 
 
+def edition(weight: Tensor) -> tuple[int, int]:
+    """Address and version of a weight: others once it has been moved or changed in place."""
+    return weight.data_ptr(), -1 if weight.is_inference() else weight._version
+
+
 class PackedLinear:
     """A frozen linear layer: ``x @ weight_OI.T (+ bias) (+ add)``.
 
@@ -156,7 +161,7 @@ class _PackedForward:
         if not fits or torch.is_grad_enabled() or torch.is_autocast_enabled(x.device.type):
             return F.linear(x, linear.weight, linear.bias)
         weight = linear.weight
-        state = (weight.data_ptr(), -1 if weight.is_inference() else weight._version)
+        state = edition(weight)
         if self._packed is None or self._state != state:
             self._packed, self._state = PackedLinear(weight, linear.bias), state
         return self._packed(x)

@@ -51,7 +51,7 @@ def run(config: Config, *, console: Console | None = None) -> Calibration:
     if config.checkpoint is None:
         raise UserError("checkpoint must be a run folder or an export folder, got none; pass checkpoint=DIR")
     prompts = load_prompts(config.prompts, limit=config.limit)
-    pair = load_pair(config.checkpoint, config.target)
+    pair = load_pair(config.checkpoint, config.target, calibrated=False)
     assert pair.drafter is not None
     ids = [encode(pair.target, opening(prompt), chat=config.chat) for prompt in prompts]
     found = calibrate(

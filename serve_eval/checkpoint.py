@@ -37,6 +37,7 @@ def load_pair(
     target: TargetConfig,
     *,
     drafter: Mapping[str, Any] | None = None,
+    calibrated: bool = True,
 ) -> Pair:
     """Load target and drafter; the drafter decodes in the target's precision, as engines serve it.
 
@@ -44,6 +45,7 @@ def load_pair(
         checkpoint: a run folder or an export folder; None loads the target alone.
         target: its name may be ``auto``, which takes the name written in the checkpoint.
         drafter: instead of a checkpoint, name and options of a drafter without weights.
+        calibrated: as in ``load_drafter``.
 
     Raises:
         UserError: no such checkpoint, a damaged one, one of another target, nothing that names a target, checkpoint
@@ -63,7 +65,7 @@ def load_pair(
         return Pair(target=alone, drafter=without_weights(drafter, alone) if drafter else None, folder=None)
     folder = resolve_checkpoint(checkpoint)
     loaded = load_target(resolve_target(folder, target))
-    trained = load_drafter(folder, loaded, dtype=loaded.dtype)
+    trained = load_drafter(folder, loaded, dtype=loaded.dtype, calibrated=calibrated)
     return Pair(target=trained.target, drafter=trained, folder=folder)
 
 

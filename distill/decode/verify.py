@@ -104,7 +104,8 @@ def _check(verifier: str, rule: Rule, drafter: Any, plan: Plan) -> None:
     """Refuse a drafter or plan that does not go with the rule, or with each other."""
     if drafter.max_depth is not None and plan.depth > drafter.max_depth:
         raise UserError(
-            f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}"
+            f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}; lower "
+            "tree.depth (chain: tree.length; static: leave out the deeper tree.paths)"
         )
     if isinstance(plan, Dynamic) and not drafter.soft:
         raise UserError(

@@ -83,6 +83,10 @@ class Drafter(nn.Module, ABC):
     def taps(cls, config: Any, info: TargetInfo) -> tuple[int, ...]:
         """Tap indices this drafter reads, ascending and distinct (``TargetOutput`` convention)."""
 
+    @classmethod
+    def check_target(cls, config: Any, target: Target) -> None:
+        """Refuse options that do not fit the target, where ``taps`` cannot tell; called before data are written."""
+
     def rollout(self, batch: Batch) -> Batch:
         """Change a batch before the target reads it (on-policy distillation writes its own answers into it)."""
         return batch

@@ -8,7 +8,7 @@ state dict has its names (``model.*``, ``lm_head.weight``), and ``config.archite
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -101,6 +101,11 @@ class DraftModel(CachedDrafter):
         self.register_state_dict_post_hook(_leave_out_tied)
         self.register_load_state_dict_pre_hook(_put_back_tied)
         self._warned = False
+
+    @classmethod
+    def check_target(cls, config: DraftModelConfig, target: Target) -> None:
+        """Build it once: layers, sizes, a checkpoint that is not there and another vocabulary are refused here."""
+        cls(replace(config), target)
 
     def _check_fits(self, target: Target) -> None:
         ours, theirs = self.backbone.info, target.info

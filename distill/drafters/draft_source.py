@@ -76,9 +76,15 @@ def _attention(hf_config: Any) -> str:
 
 def _known_config(fields: dict[str, Any], target: Target) -> Any:
     own = target.config_hf
-    if fields.get("model_type") == own.model_type:
-        return type(own).from_dict(dict(fields))
-    return AutoConfig.for_model(**fields)
+    try:
+        if fields.get("model_type") == own.model_type:
+            return type(own).from_dict(dict(fields))
+        return AutoConfig.for_model(**fields)
+    except (TypeError, ValueError, KeyError) as error:
+        raise UserError(
+            f"drafter.architecture must be a transformers config with its model_type, got {fields}: "
+            f"{first_line(error)}; leave it null, or export the run again"
+        ) from error
 
 
 def _downloaded(config: Any, target: Target) -> Any:

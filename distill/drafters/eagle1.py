@@ -11,6 +11,7 @@ the loss between p and q. The published method has one step; more (HASS, arXiv:2
 features, the gradient cut between them.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,8 +53,8 @@ class Eagle1Config:
             if getattr(self, name) < 1:
                 raise UserError(f"drafter.{name} must be >= 1, got {getattr(self, name)}")
         for name in ("feature_weight", "token_weight", "noise"):
-            if not getattr(self, name) >= 0:
-                raise UserError(f"drafter.{name} must be >= 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise UserError(f"drafter.{name} must be a finite number >= 0, got {getattr(self, name)}")
         if self.feature_weight == self.token_weight == 0:
             raise UserError("drafter.feature_weight or drafter.token_weight must be above 0, got 0 for both")
         if not 0 < self.step_decay <= 1:

@@ -17,23 +17,28 @@ from distill.packed import PackedLinear, PackedNorm, joined
 from distill.target.info import FULL
 from distill.target.step_ops import Heads, choose_ops
 
-TABLE = 1024  # positions whose angles are made at once
+TABLE = 1024  # positions of the smallest table of angles
 
 
 class Angles:
     """Rotary (cos, sin) by position, made once: [B, N] -> two of [B, N, K]."""
 
-    def __init__(self, rotary: Rotary, most: int, dtype: torch.dtype, device: torch.device):
-        self._rotary, self._most, self._dtype, self._device = rotary, most, dtype, device
-        self._table: tuple[Tensor, Tensor] | None = None
+    def __init__(self, rotary: Rotary, dtype: torch.dtype, device: torch.device):
+        self._rotary, self._dtype, self._device = rotary, dtype, device
+        # Each twice as long as the one before, which stays: recorded CUDA graphs go on reading it.
+        self._tables: list[tuple[Tensor, Tensor]] = []
 
     def __call__(self, positions_BN: Tensor, *, longest: int) -> tuple[Tensor, Tensor]:
         """Look up; ``longest`` is more than any of the positions, known on the host."""
-        if self._table is None or len(self._table[0]) < longest:
-            rows = -(-longest // TABLE) * TABLE
+        rows = len(self._tables[-1][0]) if self._tables else 0
+        if rows < longest:
+            rows = max(rows, TABLE)
+            while rows < longest:
+                rows *= 2
             cos, sin = self._rotary(torch.arange(rows, device=self._device)[None], self._dtype)
-            self._table = cos[0, 0], sin[0, 0]
-        return self._table[0][positions_BN], self._table[1][positions_BN]
+            self._tables.append((cos[0, 0], sin[0, 0]))
+        cos, sin = self._tables[-1]
+        return cos[positions_BN], sin[positions_BN]
 
 
 class FusedLayer:
@@ -85,7 +90,7 @@ class FusedStep:
         self, embeds_BND: Tensor, g_BND: Tensor, positions_BN: Tensor, mask_B1NT: Tensor | None, cache: KVCache
     ) -> Tensor:
         """Return out_BND; the cache has announced the write, mask None: its whole view may be attended."""
-        rotary = self.angles(positions_BN, longest=cache.view + TABLE)
+        rotary = self.angles(positions_BN, longest=cache.view)
         ops = choose_ops(g_BND, self.heads)(self.heads, rotary, {FULL: mask_B1NT}, cache)
         x, residual = self.enter(embeds_BND, g_BND)
         for index, layer in enumerate(self.layers):

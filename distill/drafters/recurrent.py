@@ -25,6 +25,7 @@ from distill.drafters.base import Drafter, DrafterState
 from distill.drafters.blocks import Attend, BlockShape, Rotary
 from distill.drafters.fused_step import Angles, FusedStep
 from distill.kv_cache import KVCache
+from distill.packed import edition
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, TargetOutput
 from distill.vocab import DraftVocab
@@ -127,6 +128,8 @@ class Recurrent(Drafter):
 
     def new_state(self, batch_size: int, capacity: int) -> RecurrentState:
         """Empty state."""
+        if self.fused is not None:
+            self._fuse()
         weight = self.fc.weight
         cache = KVCache(
             n_layers=len(self.layers),
@@ -228,6 +231,7 @@ class Recurrent(Drafter):
 
     fused: FusedStep | None = None
     """The same layers for fast decoding, once ``accelerate`` has made them."""
+    _fused_from: list[tuple[int, int]] | None = None
 
     @abstractmethod
     def fuse(self, angles: Angles) -> FusedStep:
@@ -236,15 +240,20 @@ class Recurrent(Drafter):
     def accelerate(self) -> None:
         """Pack everything; decoding goes through ``fused`` from now on."""
         super().accelerate()
-        if self.fused is None:
-            weight = self.fc.weight
-            self.fused = self.fuse(Angles(self.rotary, self.target.info.max_positions, weight.dtype, weight.device))
+        self._fuse()
 
-    def train(self, mode: bool = True) -> "Recurrent":
-        """Training changes the weights that were packed: they are packed again when asked for."""
-        if mode:
-            self.fused = None
-        return super().train(mode)
+    def _fuse(self) -> None:
+        """Pack the layers, unless the weights are those that were packed last."""
+        if self.fused is None or self._editions() != self._fused_from:
+            weight = self.fc.weight
+            with torch.inference_mode(False), torch.no_grad():
+                self.fused = self.fuse(Angles(self.rotary, weight.dtype, weight.device))
+            self._fused_from = self._editions()
+
+    def _editions(self) -> list[tuple[int, int]]:
+        """Where only addresses count, joined layers share their memory with the weights, and see every change."""
+        found = [edition(weight) for weight in self.parameters()]
+        return found if self.fc.weight.is_cpu else [(address, 0) for address, _ in found]
 
 
 class Chosen:

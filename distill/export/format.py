@@ -182,6 +182,7 @@ def load_drafter(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     allow_target_mismatch: bool = False,
+    calibrated: bool = True,
 ) -> Drafter:
     """Load an export for decoding with ``target``.
 
@@ -193,6 +194,7 @@ def load_drafter(
         dtype: None keeps the type the weights were written in.
         allow_target_mismatch: turn a differing fingerprint into a warning (decoding stays lossless, acceptance
             suffers); shapes must agree all the same.
+        calibrated: read its calibration; False for who measures a new one, whatever became of the old.
 
     Raises:
         UserError: anything missing, unexpected, damaged, contradictory, or made for another target.
@@ -210,10 +212,9 @@ def load_drafter(
     vocab = _read_vocab(folder, config, tensors, target.info.vocab_size)
     drafter = cls(flags, target, vocab)
     _fill(folder, drafter, tensors)
-    drafter.calibration = read_calibration(folder, config)
-    drafter = (
-        drafter.decoding()
-    )  # with weights as they were written: what an adapter makes of the target depends on them
+    drafter.calibration = read_calibration(folder, config) if calibrated else None
+    # Before they change their type: what an adapter makes of the target depends on every bit.
+    drafter = drafter.decoding()
     return drafter.to(device=target.device if device is None else device, dtype=dtype).eval()
 
 

@@ -156,19 +156,8 @@ class Backbone:
             )
         return TargetOutput(last_BLD=output.last_hidden_state, taps={tap: caught[tap] for tap in taps})
 
-    @torch.no_grad()
-    def forward(
-        self,
-        ids_BL: Tensor,
-        *,
-        positions_BL: Tensor | None = None,
-        mask: AttentionMask | None = None,
-        doc_BL: Tensor | None = None,
-        cache: KVCache | None = None,
-        taps: Iterable[int] = (),
-    ) -> TargetOutput:
-        """As ``run``, without gradients."""
-        return self.run(ids_BL, positions_BL=positions_BL, mask=mask, doc_BL=doc_BL, cache=cache, taps=taps)
+    forward = torch.no_grad()(run)
+    """``run`` without gradients."""
 
     def fast_twin(self) -> FastTarget:
         """The same weights behind the fast engine, compared with this forward first."""

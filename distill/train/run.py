@@ -115,6 +115,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
     target = frozen_target(config, world)
     # What does not fit is refused before data are written.
     config.trained_class().taps(config.drafter_config(), target.info)
+    config.trained_class().check_target(config.drafter_config(), target)
     told = {}
     if isinstance(sign, Watcher):
         write_share(

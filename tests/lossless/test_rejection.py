@@ -8,8 +8,8 @@ from functools import lru_cache
 
 import pytest
 import torch
-from oracles import SECOND, PlainEagle3, hash_bits, noise, random_prompts, stepped
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from oracles import PlainEagle3, random_prompts, stepped
+from plain_rejection import written_out
 
 from distill.decode import Decoder, coupling, loop, rejection
 from distill.drafters.eagle3 import Eagle3, Eagle3Config
@@ -34,75 +34,6 @@ PLANS = {
     "wide": Static(tuple((r,) for r in range(7))),
     "bushy": Static(((0,), (1,), (2,), (3,), (0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0), (0, 0, 0), (1, 0, 0))),
 }
-
-
-# -- the rule, written out
-
-
-def stream(seed: int, number: int) -> int:
-    """Seed of stream 1 (draft), 2 (coins) or 3 (last draw), as ``sampling.stream_seed`` documents it."""
-    m64 = 2**64 - 1
-    x = (seed + number * 0xD1342543DE82EF95) & m64
-    x = ((x ^ (x >> 32)) * 0xAEF17502108EF2D9) & m64
-    x = ((x ^ (x >> 29)) * 0xDA942042E4DD58B5) & m64
-    return x ^ (x >> 32)
-
-
-def law(logits, sampling):
-    scores = TemperatureLogitsWarper(sampling.temperature)(None, logits[None])
-    if sampling.top_k:
-        scores = TopKLogitsWarper(sampling.top_k)(None, scores)
-    if sampling.top_p < 1:
-        scores = TopPLogitsWarper(sampling.top_p)(None, scores)
-    return scores[0].softmax(-1)
-
-
-def written_out(target, draft, plan, prompt, request, sampling, columns=None):
-    """Ids of one request; ``draft(ids, path)`` gives the draft's logits after ``path`` below the round's ``ids``."""
-    width = {}
-    for path in plan.paths:
-        width[tuple(path[:-1])] = width.get(tuple(path[:-1]), 0) + 1
-
-    def gumbel(number: int, position: int, size: int):
-        return noise(stream(sampling.seed, number), request, [position], size, second=SECOND)[0]
-
-    def p_after(ids):
-        return law(target.model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1], sampling)
-
-    ids, accepted = list(prompt), 0
-    own = noise(sampling.seed, request, [len(ids)], V, second=SECOND)[0]
-    ids.append(int((p_after(ids).log() + own).argmax()))
-    while len(ids) < len(prompt) + N_NEW:
-        begin, ranks = list(ids), ()
-        while True:
-            position = len(ids)
-            r = p_after(ids)
-            children = []
-            if ranks in width:
-                q_own = law(draft(begin, ids[len(begin) :]), sampling)
-                scores = q_own.log() + gumbel(1, position, len(q_own))
-                order = scores.argsort(descending=True).tolist()
-                drawn = [i for i in order if q_own[i] > 0][: width[ranks]]
-                children = drawn if columns is None else [int(columns[i]) for i in drawn]
-                q = torch.zeros(V, dtype=torch.float64)
-                q[slice(None) if columns is None else columns] = q_own
-            kept = None
-            for place, x in enumerate(children):
-                bits = hash_bits(stream(sampling.seed, 2), request, position, place, second=SECOND)
-                if ((bits & 0x7FFFFFFF) + 0.5) / 2**31 < float(r[x] / q[x]):
-                    kept = place
-                    break
-                left = (r - q).clamp(min=0)
-                r = left / left.sum()
-                q[x] = 0
-                q = q / q.sum()
-            if kept is None:
-                ids.append(int((r.log() + gumbel(3, position, V)).argmax()))
-                break
-            ids.append(children[kept])
-            ranks += (kept,)
-            accepted += 1
-    return ids[len(prompt) :][:N_NEW], accepted
 
 
 # -- drafters
@@ -159,7 +90,7 @@ def wanted(plan: str, setting: str):
         return stepped(target_of(), prompts(), N_NEW, sampling, stop=()), 1
     with torch.no_grad():
         found = [
-            written_out(target_of(), lambda ids, path: table()[[*ids, *path][-1]], PLANS[plan], p, r, sampling)
+            written_out(target_of(), lambda ids, path: table()[[*ids, *path][-1]], PLANS[plan], p, r, sampling, N_NEW)
             for r, p in enumerate(prompts())
         ]
     return [ids for ids, _ in found], sum(n for _, n in found)
@@ -208,7 +139,7 @@ def test_eagle3_with_a_pruned_vocabulary(plan, setting):
     few = prompts()[1:4]
     with torch.no_grad():
         want = [
-            written_out(target, draft, PLANS[plan], p, r, sampling, columns=drafter.vocab.target_ids)[0]
+            written_out(target, draft, PLANS[plan], p, r, sampling, N_NEW, columns=drafter.vocab.target_ids)[0]
             for r, p in enumerate(few)
         ]
     decoder = Decoder(target, drafter, plan=PLANS[plan], sampling=sampling, verifier="rejection")
@@ -229,9 +160,9 @@ def test_logits_shared_by_the_nodes_of_a_depth(plan):
     sampling = Sampling(temperature=0.7, seed=4)
     with torch.no_grad():
         want = [
-            written_out(target_of(), lambda ids, path: table()[(ids[-1] + len(path)) % V], PLANS[plan], p, r, sampling)[
-                0
-            ]
+            written_out(
+                target_of(), lambda ids, path: table()[(ids[-1] + len(path)) % V], PLANS[plan], p, r, sampling, N_NEW
+            )[0]
             for r, p in enumerate(prompts())
         ]
     decoder = Decoder(target_of(), Shared(table()), plan=PLANS[plan], sampling=sampling, verifier="rejection")
@@ -336,7 +267,9 @@ def test_a_filter_that_leaves_fewer_tokens_than_children():
         decoder = Decoder(target_of(), Markov(table()), plan=PLANS["wide"], sampling=sampling, verifier="rejection")
         got = decoder.generate(prompts(), max_new_tokens=N_NEW, ignore_eos=True)
         want = [
-            written_out(target_of(), lambda ids, path: table()[[*ids, *path][-1]], PLANS["wide"], p, r, sampling)[0]
+            written_out(
+                target_of(), lambda ids, path: table()[[*ids, *path][-1]], PLANS["wide"], p, r, sampling, N_NEW
+            )[0]
             for r, p in enumerate(prompts())
         ]
     assert [g.ids for g in got] == want

@@ -303,8 +303,10 @@ def test_state_dict_is_that_of_the_reference():
     [
         ({"steps": 0}, "drafter.steps must be >= 1, got 0"),
         ({"num_layers": 0}, "drafter.num_layers must be >= 1, got 0"),
-        ({"noise": -0.1}, "drafter.noise must be >= 0, got -0.1"),
-        ({"token_weight": float("nan")}, "drafter.token_weight must be >= 0, got nan"),
+        ({"noise": -0.1}, "drafter.noise must be a finite number >= 0, got -0.1"),
+        ({"noise": float("inf")}, "drafter.noise must be a finite number >= 0, got inf"),
+        ({"feature_weight": float("inf")}, "drafter.feature_weight must be a finite number >= 0, got inf"),
+        ({"token_weight": float("nan")}, "drafter.token_weight must be a finite number >= 0, got nan"),
         ({"feature_weight": 0.0, "token_weight": 0.0}, "must be above 0, got 0 for both"),
         ({"step_decay": 0.0}, r"drafter.step_decay must be in \(0, 1\], got 0.0"),
         ({"intermediate_size": 0}, "null takes the target's"),

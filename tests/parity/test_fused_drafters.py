@@ -8,6 +8,7 @@ from oracles import random_prompts, stepped
 from distill import kernels
 from distill.decode import Decoder
 from distill.drafters import fused_step
+from distill.drafters.fused_step import Angles
 from distill.sampling import Sampling
 from distill.target.step_ops import KernelOps, choose_ops
 from distill.target.tiny import tiny_target
@@ -137,18 +138,56 @@ def test_one_row_chains_need_no_mask_and_stay_right():
             assert (got.ids, got.steps) == (want.ids, want.steps)
 
 
-def test_training_packs_again():
-    """Weights that change after decoding must not be decoded with as they were."""
-    target = target_of()
-    drafter = make("eagle3", target=target)
+def trained(drafter):
+    """One step of an optimiser; nobody calls ``train`` or ``eval``."""
+    generator = torch.Generator().manual_seed(7)
+    for parameter in drafter.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+    torch.optim.SGD(drafter.parameters(), lr=0.5).step()
+    drafter.zero_grad()
+
+
+def loaded(drafter):
+    """The weights of another drafter."""
+    other = make(drafter.name, target=drafter.target, seed=9)
+    drafter.load_state_dict(other.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("change", [trained, loaded])
+def test_weights_that_change_are_packed_again(change, name, dtype):
+    """Decoding never reads weights as they were, however they changed; a decode packs in inference mode."""
+    target = target_of(dtype=dtype)
+    drafter, changed = make(name, target=target), make(name, target=target)
     drafter.accelerate()
-    drafter.train()
-    assert drafter.fused is None
-    with torch.no_grad():
-        drafter.layers[0].mlp.down_proj.weight.mul_(2.0)
-    drafter.eval().accelerate()
-    changed = make("eagle3", target=target)
-    with torch.no_grad():
-        changed.layers[0].mlp.down_proj.weight.mul_(2.0)
-        for ours, theirs in zip(rounds(drafter, torch.float64), rounds(changed, torch.float64), strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+    with torch.inference_mode():
+        before = rounds(drafter, dtype)
+    change(drafter)
+    change(changed)
+    with torch.inference_mode():
+        after, wanted = rounds(drafter, dtype), rounds(changed, dtype)
+    for old, ours, theirs in zip(before, after, wanted, strict=True):
+        size = float(theirs.abs().max())
+        assert float((ours - theirs).abs().max()) <= LARGEST[dtype] * size
+        assert float((ours - old).abs().max()) > 2 * LARGEST[dtype] * size, "the change must show"
+    assert not any(parameter.is_inference() for parameter in drafter.parameters()), "they can still be trained"
+
+
+def test_unchanged_weights_are_packed_once():
+    drafter = make("eagle3", target=target_of())
+    drafter.accelerate()
+    packed = drafter.fused
+    drafter.train().eval().accelerate()
+    drafter.new_state(2, 8)
+    assert drafter.fused is packed
+
+
+def test_angles_of_any_position():
+    rotary = make("eagle3", target=target_of()).rotary
+    angles, positions_BN = Angles(rotary, torch.float64, torch.device("cpu")), torch.tensor([[0, 3], [7, 1023]])
+    found = [angles(positions_BN, longest=1024), angles(positions_BN + 4000, longest=5024)]
+    for got, positions in zip(found, (positions_BN, positions_BN + 4000), strict=True):
+        for ours, theirs in zip(got, rotary(positions, torch.float64), strict=True):
+            torch.testing.assert_close(ours, theirs[:, 0], rtol=0, atol=0)
+    assert [len(cos) for cos, _ in angles._tables] == [1024, 8192], "a recorded graph still reads the first"

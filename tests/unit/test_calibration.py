@@ -13,12 +13,14 @@ from distill.calibration import Calibration, Choices, best_paths, expected_lengt
 from distill.decode import Decoder
 from distill.decode.calibrate import calibrate
 from distill.drafters.eagle3 import Eagle3, Eagle3Config
+from distill.drafters.medusa import Medusa, MedusaConfig
 from distill.errors import UserError
 from distill.export import load_drafter, save_calibration, save_drafter
 from distill.sampling import Sampling
 from distill.target.tiny import tiny_target
 from distill.tree import PlanConfig, Static, make_plan
 from distill.vocab import choose_vocab
+from serve_eval import calibrate as task_calibrate
 
 V, NEW = 40, 10
 
@@ -158,7 +160,50 @@ def test_refusals(tmp_path):
     (second / path.name).write_bytes(path.read_bytes())
     with pytest.raises(UserError, match="must have been measured of this checkpoint"):
         load_drafter(second, it)
-    for damage in ({"schema_version": 9}, {"greedy": {}}, {"greedy": {"hits_DR": [], "count_D": [1], "scale_D": []}}):
-        path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
-        with pytest.raises(UserError, match="calibrate again"):
-            load_drafter(first, it)
+
+
+GOOD = {"hits_DR": [[5, 3], [4, 1]], "count_D": [10, 8], "scale_D": [0.5, 2.0]}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"schema_version": 9},
+        {"greedy": {}},
+        {"greedy": {"hits_DR": [], "count_D": [1], "scale_D": []}},
+        {"greedy": {"hits_DR": [], "count_D": [], "scale_D": []}},
+        {"greedy": {**GOOD, "hits_DR": [[], []]}},
+        {"greedy": {**GOOD, "hits_DR": [[5, 3], [4]]}},
+        {"greedy": {**GOOD, "hits_DR": [5, 4]}},
+        {"greedy": {**GOOD, "count_D": ["10", "8"]}},
+        {"coupled": {**GOOD, "count_D": [10, -8]}},
+        {"coupled": {**GOOD, "scale_D": [0.5, math.inf]}},
+        {"coupled": {**GOOD, "scale_D": [0.5, math.nan]}},
+    ],
+    ids=str,
+)
+def test_damage_is_refused_in_one_sentence(damage, tmp_path):
+    it, drafter = pair_of()
+    folder = save_drafter(drafter, tmp_path / "export", provenance={})
+    path = save_calibration(folder, some_calibration())
+    path.write_text(json.dumps({**json.loads(path.read_text()), **damage}))
+    with pytest.raises(UserError) as caught:
+        load_drafter(folder, it)
+    assert str(caught.value).count("calibrate again") == 1
+
+
+def test_measuring_again_repairs_what_is_refused(tmp_path):
+    """The advice of the refusal must work: a damaged or foreign file must not stop the task that replaces it."""
+    it = tiny_target(tokenizer=True)
+    folder = save_drafter(Medusa(MedusaConfig(heads=2), it), tmp_path / "export", provenance={})
+    path = save_calibration(folder, some_calibration())
+    record = json.loads(path.read_text())
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "one two"}) + "\n")
+    options = {"checkpoint": str(folder), "prompts": [str(prompts)], "chat": False, "max_new_tokens": 6, "depth": 2}
+    for wrong in ("{", json.dumps({**record, "weights_sha256": "0" * 64}), json.dumps({**record, "greedy": {}})):
+        path.write_text(wrong)
+        with pytest.raises(UserError):
+            load_drafter(folder, it)
+        task_calibrate.run(task_calibrate.Config(**options))
+        assert load_drafter(folder, it).calibration is not None

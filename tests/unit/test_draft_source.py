@@ -271,6 +271,12 @@ def test_options_that_do_not_fit_are_refused(options, said):
         draft(tiny_target(), **options)
 
 
+@pytest.mark.parametrize("fields", [{}, {"a": 1}, {"model_type": "no_such"}], ids=str)
+def test_an_architecture_that_is_none_is_refused(fields):
+    with pytest.raises(UserError, match=r"drafter\.architecture must be a transformers config"):
+        draft(tiny_target(), architecture=fields)
+
+
 def test_an_exit_behind_the_last_layer_is_refused():
     with pytest.raises(UserError, match=r"drafter\.layers must be at most the target's 4, got 5"):
         EarlyExit(EarlyExitConfig(layers=5), tiny_target())

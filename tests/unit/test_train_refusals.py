@@ -36,6 +36,23 @@ def test_taps_are_refused_before_data_are_written(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        ({"n_layers": 99}, r"drafter\.n_layers must be at most"),
+        ({"layers": [99]}, r"drafter\.layers must be between"),
+        ({"source": "checkpoint", "path": "nowhere/at/all"}, r"drafter\.path must be a local folder"),
+    ],
+    ids=str,
+)
+def test_a_draft_model_that_does_not_fit_is_refused_before_data_are_written(options, said, tmp_path, monkeypatch):
+    monkeypatch.setattr("distill.train.run.prepare_together", lambda *_, **__: pytest.fail("data were written first"))
+    config = replace(tools.config(tmp_path / "run"), drafter={"name": "draft_model", **options})
+    with pytest.raises(UserError, match=said):
+        run(config)
+    assert not (tmp_path / "run").exists()
+
+
 def test_what_was_worked_for_stays_after_a_refusal(tmp_path):
     config = tools.config(tmp_path / "run")
     folder = RunFolder(tmp_path / "run")
