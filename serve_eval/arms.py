@@ -5,6 +5,7 @@ starts its decode window when the first token has reached the host, so prefill i
 """
 
 import contextlib
+import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -275,6 +276,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
+        gc.collect()  # garbage that falls later would lower every peak below the base
         self._base = torch.cuda.memory_allocated(device) if self._device.type == "cuda" else _status("VmRSS")
 
     def start(self) -> None:

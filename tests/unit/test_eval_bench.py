@@ -1,5 +1,6 @@
 """The protocol: same counting, rotating order, shared history, one row per arm and group, resumption."""
 
+import gc
 import json
 from types import SimpleNamespace
 
@@ -202,6 +203,19 @@ def test_sampled_transformers_output_is_not_expected_to_match(target):
 
 def test_peak_memory_sees_an_allocation_or_says_nothing():
     meter = PeakMemory("cpu")
+    meter.start()
+    block = torch.ones(60 << 20, dtype=torch.uint8)
+    peak = meter.stop()
+    del block
+    assert peak is None or peak > 50 << 20
+
+
+def test_peak_memory_is_not_hidden_by_garbage_that_falls_later():
+    cycle = [torch.ones(60 << 20, dtype=torch.uint8)]
+    cycle.append(cycle)
+    del cycle
+    meter = PeakMemory("cpu")
+    gc.collect()
     meter.start()
     block = torch.ones(60 << 20, dtype=torch.uint8)
     peak = meter.stop()
