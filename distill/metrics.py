@@ -58,6 +58,26 @@ def simulated_tau(hits_KBL: Tensor, valid_KBL: Tensor) -> Tensor:
     return 1 + accepted / starts.clamp(min=1)
 
 
+def runs_of_hits(hits_1BL: Tensor, valid_1BL: Tensor, doc_BL: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """(hits_KBL, valid_KBL) of ``depth`` steps, for a drafter that trains on one step and repeats it when it drafts.
+
+    A chain from start i stands at position i + k when k drafts were right, so step k hits where position i + k does.
+
+    Args:
+        hits_1BL: the one step's hits.
+        valid_1BL: where it counts.
+        doc_BL: a chain does not reach into the next document.
+        depth: steps of the chain.
+    """
+    length = doc_BL.shape[1]
+    hits_KBL, valid_KBL = (x.new_zeros(depth, *doc_BL.shape) for x in (hits_1BL, valid_1BL))
+    for k in range(min(depth, length)):
+        same_doc = doc_BL[:, k:] == doc_BL[:, : length - k]
+        hits_KBL[k, :, : length - k] = hits_1BL[0, :, k:]
+        valid_KBL[k, :, : length - k] = valid_1BL[0, :, k:] & same_doc
+    return hits_KBL, valid_KBL
+
+
 def simulated_sums(hits_KBL: Tensor, valid_KBL: Tensor) -> tuple[Tensor, Tensor]:
     """(accepted drafts, starts), to be added up over batches; simulated tau = 1 + accepted / starts."""
     prefix_KBL = (hits_KBL & valid_KBL).to(torch.uint8).cummin(0).values

@@ -119,7 +119,8 @@ class Validate(AfterStep):
             return
         with whole_weights(module), trainer.precision_plugin.val_step_context():
             batches = islice(trainer.datamodule.val_dataloader(), self.limit)  # type: ignore[attr-defined]
-            metrics = validate(module.drafter, batches, module.loss_config, world=trainer.world_size)
+            drafter, loss = module.drafter, module.loss_config
+            metrics = validate(drafter, batches, loss, depth=module.depth, world=trainer.world_size)
         if metrics:
             module.validated[step] = metrics["val/tau"]
             publish(trainer, module, metrics, step)

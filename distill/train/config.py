@@ -9,7 +9,7 @@ from distill.data import DataConfig
 from distill.errors import UserError
 from distill.losses import LossConfig
 from distill.registry import drafter_class
-from distill.target import TargetConfig
+from distill.target import Target, TargetConfig
 from distill.target.adapter import require_peft
 from distill.train.schedule import OptimConfig
 
@@ -148,6 +148,16 @@ class TrainConfig:
         if self.drafter.get("lora_rank"):
             require_peft()
         return cls
+
+    def check_target(self, target: Target) -> None:
+        """Refuse a drafter that does not fit the target.
+
+        Raises:
+            UserError: layers, width or vocabulary are others than its options say.
+        """
+        cls, options = self.trained_class(), self.drafter_config()
+        cls.taps(options, target.info)
+        cls.check_target(options, target)
 
 
 def _at_least_one(name: str, value: int) -> None:

@@ -15,7 +15,7 @@ from distill import losses
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.losses import LossConfig, LossResult
-from distill.metrics import simulated_sums
+from distill.metrics import runs_of_hits, simulated_sums
 from distill.train.fsdp import shard_module, whole
 from distill.train.schedule import OptimConfig, build_optimizer
 from distill.types import Batch, TargetOutput
@@ -38,16 +38,24 @@ def target_features(drafter: Drafter, batch: Batch) -> TargetOutput:
 
 
 class Sums:
-    """Running sums over micro batches; one vector, so that ranks are added up with one call."""
+    """Running sums over micro batches; one vector, so that ranks are added up with one call.
 
-    def __init__(self) -> None:
+    Args:
+        depth: of the simulated chain where training knows one step only (``chained``).
+    """
+
+    def __init__(self, depth: int = 1) -> None:
+        self.depth = depth
         self.vector: Tensor | None = None
         self.names: list[str] = []
 
-    def add(self, result: LossResult, *, tokens: float, denominator: float) -> None:
+    def add(self, result: LossResult, *, doc_BL: Tensor, tokens: float, denominator: float) -> None:
         """Add one micro batch; ``tokens`` is its share of the supervised tokens of its step (``denominator``)."""
         exact = torch.float32 if result.loss.device.type == "mps" else torch.float64
-        accepted, starts = simulated_sums(result.hits_KBL, result.valid_KBL)
+        hits_KBL, valid_KBL = result.hits_KBL, result.valid_KBL
+        if self.depth > 1:
+            hits_KBL, valid_KBL = runs_of_hits(hits_KBL, valid_KBL, doc_BL, self.depth)
+        accepted, starts = simulated_sums(hits_KBL, valid_KBL)
         loss = result.loss.detach().to(exact) * denominator
         columns = {"acc": result.hits_K, "alpha": result.alpha_K}
         if result.top_KJ is not None:  # its first column is the accuracy, but for ties
@@ -83,6 +91,11 @@ class Sums:
         return {f"{prefix}/{name}": value for name, value in means.items()}
 
 
+def chained(drafter: Drafter, depth: int) -> int:
+    """Steps that the simulated chain adds to one trained step: ``depth`` where drafting repeats it, else 1."""
+    return depth if drafter.steps == 1 and drafter.max_depth is None else 1
+
+
 class DraftModule(pl.LightningModule):
     """Trains a drafter with automatic optimisation.
 
@@ -92,13 +105,17 @@ class DraftModule(pl.LightningModule):
         optim: optimiser and schedule.
         max_steps: the frozen number of optimiser steps.
         seed: keys the randomness of each step.
+        depth: of the simulated chain of a drafter that trains on one step.
     """
 
-    def __init__(self, drafter: Drafter, *, loss: LossConfig, optim: OptimConfig, max_steps: int, seed: int = 0):
+    def __init__(
+        self, drafter: Drafter, loss: LossConfig, *, optim: OptimConfig, max_steps: int, seed: int = 0, depth: int = 5
+    ):
         super().__init__()
         self.drafter = drafter
         self.loss_config, self.optim_config, self.max_steps, self.seed = loss, optim, max_steps, seed
-        self.sums = Sums()
+        self.depth = depth
+        self.sums = Sums(chained(drafter, depth))
         self.step_info: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         """Newest value of everything that was logged."""
@@ -119,7 +136,7 @@ class DraftModule(pl.LightningModule):
         self.drafter.on_step(self.trainer.global_step, self.max_steps)
         result = step_loss(self.drafter, batch, self.loss_config)
         parts = micro * self.trainer.world_size
-        self.sums.add(result, tokens=batch.denominator / parts, denominator=batch.denominator)
+        self.sums.add(result, doc_BL=batch.doc_BL, tokens=batch.denominator / parts, denominator=batch.denominator)
         self._step_losses.append((result.loss.detach(), batch.doc_BL))
         return result.loss * parts
 

@@ -113,9 +113,7 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
         torch.cuda.set_device(world.local_rank)
 
     target = frozen_target(config, world)
-    # What does not fit is refused before data are written.
-    config.trained_class().taps(config.drafter_config(), target.info)
-    config.trained_class().check_target(config.drafter_config(), target)
+    config.check_target(target)  # what does not fit is refused before data are written
     told = {}
     if isinstance(sign, Watcher):
         write_share(
@@ -159,7 +157,9 @@ def _run(config: TrainConfig, folder: RunFolder, world: World, sign: Beacon | Wa
     for tracker in trackers:
         tracker.log_hyperparams(to_dict(config))
     trainer = build_trainer(config, world, plan, folder, trackers, prompts, target)
-    module = DraftModule(drafter, loss=config.loss, optim=config.optim, max_steps=plan.max_steps, seed=config.seed)
+    module = DraftModule(
+        drafter, config.loss, optim=config.optim, max_steps=plan.max_steps, seed=config.seed, depth=config.eval.depth
+    )
     with warnings.catch_warnings(), folder.shared():
         for message in LIGHTNING_NOISE:
             warnings.filterwarnings("ignore", message=message)
@@ -377,8 +377,7 @@ def export_checkpoint(run_dir: str | Path, out: str | Path) -> Path:
     best = find_best(folder.checkpoints)
     target = load_target(replace(config.target, shard="none"))
     drafter = trained_drafter(config, best.path, target)
-    card = {"step": best.step, **best.metrics}
-    return save_drafter(drafter, out, provenance=read_json(folder.provenance), card=card)
+    return save_drafter(drafter, out, provenance=read_json(folder.provenance), card={"step": best.step, **best.metrics})
 
 
 def trained_drafter(config: TrainConfig, checkpoint: Path, target: Target) -> Drafter:

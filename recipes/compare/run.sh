@@ -15,15 +15,27 @@ for name in $METHODS; do
         "trainer.max_time=$MINUTES"
 done
 
+PROMPTS=(prompts=mtbench,humaneval "limit=$LIMIT" max_new_tokens=48 repeats=1 warmup=1 "threads=$THREADS")
 results=()
 for t in 0.0 1.0; do
     for name in $METHODS; do
-        extra=(hf_lookup=true "trees=$TREES")
+        extra=("trees=$TREES")
         [ "$name" = draft_model ] && extra+=(hf_assisted=true)
+        # What needs no training is measured once, in the first run.
         [ "$name" = eagle3 ] && extra=(hf_lookup=true "trees=${TREES%]}, {drafter: {name: prompt_lookup}, name: chain, length: 3}, {drafter: {name: early_exit, layers: 4}, name: chain, length: 1}]")
-        bench "$OUT/$name" "$OUT/bench-$name-$t" prompts=mtbench,humaneval "limit=$LIMIT" max_new_tokens=48 repeats=1 warmup=1 \
-            "threads=$THREADS" tree=chain tree.length=2 "temperature=$t" "${extra[@]}"
+        bench "$OUT/$name" "$OUT/bench-$name-$t" "${PROMPTS[@]}" tree=chain tree.length=2 "temperature=$t" "${extra[@]}"
         results+=("$OUT/bench-$name-$t")
     done
 done
 "$PYTHON" -m serve_eval task=compare "results=[$(IFS=,; echo "${results[*]}")]" "out=$OUT"
+
+# One drafter at T = 1: candidates coupled to the target's noise, beside rejection sampling and the best-scored candidates.
+C='depth: 3, top_k: 3, total: 6'
+COUPLING="[{name: chain, length: 3, verifier: rejection}, {name: chain, length: 3, candidates: topk}, \
+{name: calibrated, $C}, {name: calibrated, $C, verifier: rejection}, {name: calibrated, $C, candidates: topk}, \
+{name: dynamic, $C}, {name: dynamic, $C, candidates: topk}]"
+for name in $METHODS; do
+    [ "$name" = eagle3 ] || continue
+    bench "$OUT/$name" "$OUT/coupling-$name" "${PROMPTS[@]}" "limit=$((2 * LIMIT))" tree=chain tree.length=3 temperature=1.0 hf=false \
+        "trees=$COUPLING"
+done

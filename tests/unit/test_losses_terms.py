@@ -120,7 +120,7 @@ def test_means_of_every_kind_of_term():
             results.append(run(s))
     sums = Sums()
     for result in results:
-        sums.add(result, tokens=10.0, denominator=10.0)
+        sums.add(result, doc_BL=s.batch.doc_BL, tokens=10.0, denominator=10.0)
     means = sums.means("val")
     names = {"loss", "tau", "supervised_tokens", "feature_0", "other_0"}
     names |= {f"{kind}_{k}" for kind in ("acc", "alpha", "top2", "top3", "top4", "top5") for k in range(2)}

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from distill.metrics import accept_by_depth, simulated_sums, simulated_tau, tau
+from distill.metrics import accept_by_depth, runs_of_hits, simulated_sums, simulated_tau, tau
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,31 @@ def test_simulated_tau_is_the_joint_prefix_not_a_sum_of_rates():
     hits = torch.tensor([[[True, False]], [[False, True]]])
     valid = torch.ones(2, 1, 2, dtype=torch.bool)
     assert float(simulated_tau(hits, valid)) == 1.5
+
+
+@pytest.mark.parametrize("depth", [1, 3, 30])
+def test_a_repeated_step_is_walked_position_by_position_inside_its_document(depth):
+    generator = torch.Generator().manual_seed(depth)
+    hits, valid = (torch.rand(1, 3, 20, generator=generator) < share for share in (0.7, 0.9))
+    docs = torch.tensor([[0] * 20, [0] * 7 + [1] * 13, [0] * 5 + [1] * 10 + [-1] * 5])
+    valid &= docs >= 0
+    lengths = []
+    for b in range(3):
+        for i in range(20):
+            if not valid[0, b, i]:
+                continue
+            length = 0
+            while (
+                length < depth
+                and (at := i + length) < 20
+                and docs[b, at] == docs[b, i]
+                and hits[0, b, at]
+                and valid[0, b, at]
+            ):
+                length += 1
+            lengths.append(1 + length)
+    run = runs_of_hits(hits, valid, docs, depth)
+    assert float(simulated_tau(*run)) == pytest.approx(sum(lengths) / len(lengths))
 
 
 def test_simulated_sums_add_up_over_batches():

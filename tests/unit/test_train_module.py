@@ -196,7 +196,7 @@ def test_sums_are_weighted_by_tokens_and_start_anew():
     results = [step_loss(drafter, b, LossConfig()) for b in (one, two)]
     sums = Sums()
     for batch, result in zip((one, two), results, strict=True):
-        sums.add(result, tokens=batch.denominator, denominator=batch.denominator)
+        sums.add(result, doc_BL=batch.doc_BL, tokens=batch.denominator, denominator=batch.denominator)
     means = sums.means("x")
     tokens = one.denominator + two.denominator
     expected = (results[0].loss.item() * one.denominator + results[1].loss.item() * two.denominator) / tokens
