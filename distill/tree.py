@@ -45,7 +45,11 @@ class PlanConfig:
         "dynamic", "chain, static, calibrated (static, from measured hit rates) or dynamic (EAGLE-2)"
     )
     length: int = opt(3, "chain: drafted tokens per round")
-    depth: int = opt(4, "dynamic: deepest level drafted; calibrated: at most, and no deeper than was measured")
+    depth: int | None = opt(
+        None,
+        "dynamic: deepest level drafted; calibrated: at most, and no deeper than was measured; null: 4, or what the "
+        "drafter reaches",
+    )
     top_k: int = opt(4, "dynamic: children kept per node and nodes kept per level; calibrated: most children of a node")
     total: int = opt(12, "dynamic, calibrated: nodes verified per round, the root included")
     paths: list[list[int]] = opt([], "static: ranks from the root, e.g. [[0],[1],[0,0]]; prefixes must be there")
@@ -53,6 +57,9 @@ class PlanConfig:
 
 MOST_FED = 4096
 """Nodes a drafter may be asked to continue in one round; more is a slip, and would only exhaust the memory."""
+
+
+USUAL_DEPTH = 4
 
 
 def _check_size(fed: int) -> None:
@@ -105,6 +112,11 @@ class Static:
         """Whether every node's children have the ranks 0, 1, 2, ... without gaps."""
         known = {tuple(path) for path in self.paths}
         return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in known for path in known)
+
+    @cached_property
+    def highest(self) -> int:
+        """Highest rank of any child."""
+        return max(path[-1] for path in self.paths)
 
     @cached_property
     def children(self) -> tuple[int, ...]:
@@ -179,6 +191,8 @@ class Dynamic:
             if getattr(self, key) < least:
                 raise UserError(f"tree.{key} must be >= {least}, got {getattr(self, key)}")
         _check_size(max(self.fed, self.top_k))
+        if self.total > MOST_FED:
+            raise UserError(f"tree.total must be at most {MOST_FED}, got {self.total}")
 
     @property
     def considered(self) -> int:
@@ -202,13 +216,16 @@ class Dynamic:
 Plan = Static | Dynamic
 
 
-def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, greedy: bool = True) -> Plan:
+def make_plan(
+    config: PlanConfig, *, calibration: Calibration | None = None, greedy: bool = True, deepest: int | None = None
+) -> Plan:
     """Build the plan a config names.
 
     Args:
         config: name and sizes.
         calibration: the drafter's, for ``calibrated``.
         greedy: whether the target decodes greedily: other nodes pay then than when it samples.
+        deepest: level the drafter can reach, for a depth that is left open; None: any.
 
     Raises:
         UserError: unknown name (choices listed), impossible sizes, or no calibration where one is needed.
@@ -222,9 +239,10 @@ def make_plan(config: PlanConfig, *, calibration: Calibration | None = None, gre
         return Chain(config.length)
     if config.name == "static":
         return Static(tuple(tuple(p) for p in config.paths))
-    dynamic = Dynamic(top_k=config.top_k, depth=config.depth, total=config.total)  # refuses impossible sizes for both
+    depth = config.depth if config.depth is not None else min(USUAL_DEPTH, deepest or USUAL_DEPTH)
+    dynamic = Dynamic(top_k=config.top_k, depth=depth, total=config.total)  # refuses impossible sizes for both
     if config.name == "dynamic":
         return dynamic
     rates = needed(calibration).choices(greedy=greedy).rates()
-    paths = best_paths(rates, nodes=config.total - 1, depth=config.depth, children=config.top_k)
+    paths = best_paths(rates, nodes=config.total - 1, depth=depth, children=config.top_k)
     return Static(paths, name="calibrated")

@@ -12,7 +12,9 @@ from distill.export import load_drafter, resolve_checkpoint
 from distill.export.files import read_json
 from distill.export.format import PROVENANCE, read_config
 from distill.registry import DRAFTERS, drafter_class
+from distill.sampling import Sampling
 from distill.target import Target, TargetConfig, load_target
+from distill.tree import Plan, PlanConfig, make_plan
 
 AUTO = "auto"
 """Target name that stands for "the one the checkpoint names"."""
@@ -90,6 +92,11 @@ def without_weights(options: Mapping[str, Any], target: Target) -> Drafter:
             f"train.py drafter={cls.name} and pass checkpoint=DIR"
         )
     return cls(build(cls.Config, options, path="drafter"), target).to(target.device).eval()
+
+
+def plan_for(drafter: Drafter, tree: PlanConfig, sampling: Sampling) -> Plan:
+    """The plan a config describes, for this drafter's measured hit rates and as deep as it goes."""
+    return make_plan(tree, calibration=drafter.calibration, greedy=sampling.greedy, deepest=drafter.max_depth)
 
 
 def training_figures(folder: Path) -> dict[str, Any]:

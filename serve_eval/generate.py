@@ -8,14 +8,14 @@ from rich.console import Console
 from rich.text import Text
 
 from distill.config import opt
-from distill.decode import Decoder, Engine, Generation, StepRecord, Typical, lossless
+from distill.decode import Decoder, Engine, Generation, StepRecord, Typical, check_thresholds, lossless
 from distill.errors import UserError
 from distill.metrics import accept_by_depth, tau
 from distill.sampling import Sampling
 from distill.target import TargetConfig
-from distill.tree import PlanConfig, make_plan
+from distill.tree import PlanConfig
 from serve_eval.arms import plan_label
-from serve_eval.checkpoint import auto_target, load_pair
+from serve_eval.checkpoint import auto_target, load_pair, plan_for
 from serve_eval.measure import encode
 from serve_eval.pieces import TextStream
 
@@ -62,10 +62,12 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     pair = load_pair(config.checkpoint, config.target, drafter=config.drafter)
     target, plan = pair.target, None
     if pair.drafter is not None:
-        plan = make_plan(config.tree, calibration=pair.drafter.calibration, greedy=sampling.greedy)
+        plan = plan_for(pair.drafter, config.tree, sampling)
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.prompt})
     prompt = encode(target, messages, chat=config.chat)
+    thresholds = Typical(epsilon=config.typical_epsilon, delta=config.typical_delta)
+    check_thresholds(thresholds, [config.verifier])
     decoder = Decoder(
         target,
         pair.drafter,
@@ -73,7 +75,7 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
         sampling=sampling,
         verifier=config.verifier,
         candidates=config.candidates,
-        typical=Typical(epsilon=config.typical_epsilon, delta=config.typical_delta),
+        typical=thresholds,
         engine=config.engine,
     )
     console = console or Console(soft_wrap=True)

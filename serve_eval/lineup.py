@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distill.config import opt, to_dict
-from distill.decode import Typical
+from distill.decode import Typical, check_thresholds
 from distill.drafters.draft_model import DraftModel
 from distill.errors import UserError
-from distill.tree import PlanConfig, Static, make_plan
+from distill.tree import PlanConfig, Static
 from serve_eval.arms import Arm, DecoderArm, PeerArm, TransformersArm
-from serve_eval.checkpoint import Pair, without_weights
+from serve_eval.checkpoint import Pair, plan_for, without_weights
 
 if TYPE_CHECKING:
     from serve_eval.bench import Config
@@ -46,7 +46,7 @@ def decoder_arms(config: "Config", pair: Pair) -> list[DecoderArm]:
         arm = DecoderArm(
             pair.target,
             drafter=drafter,
-            plan=make_plan(tree, calibration=drafter.calibration, greedy=sampling.greedy),
+            plan=plan_for(drafter, tree, sampling),
             sampling=sampling,
             verifier=verifier,
             candidates=candidates,
@@ -59,6 +59,9 @@ def decoder_arms(config: "Config", pair: Pair) -> list[DecoderArm]:
         if arm.name in [other.name for other in arms]:
             raise UserError(f"tree and trees must be different arms, got {arm.name} twice")
         arms.append(arm)
+    check_thresholds(
+        thresholds, [config.verifier, *(tree.verifier for tree in config.trees if isinstance(tree, ArmConfig))]
+    )
     return arms
 
 

@@ -30,7 +30,7 @@ from distill.export import collect
 from distill.registry import drafter_class
 from distill.sampling import Sampling
 from distill.target import Target, TargetConfig
-from distill.tree import Plan, PlanConfig, make_plan
+from distill.tree import USUAL_DEPTH, Plan, PlanConfig, make_plan
 from distill.vocab import choose_vocab
 from serve_eval.arms import count_ids, plan_label
 from serve_eval.checkpoint import AUTO, load_pair
@@ -178,7 +178,8 @@ def untrained(target: Target, *, seed: int = 0) -> Drafter:
 def _plans(config: Config, learnt: Drafter, drafter: Drafter, sampling: Sampling) -> list[Plan]:
     """The plans a drafter is checked with: those asked for, or as much of ``PLANS`` as it can propose."""
     trees = config.trees or [tree for tree in map(partial(_within, drafter), PLANS) if tree is not None]
-    return [make_plan(tree, calibration=learnt.calibration, greedy=sampling.greedy) for tree in trees]
+    rates, deepest = learnt.calibration, drafter.max_depth
+    return [make_plan(tree, calibration=rates, greedy=sampling.greedy, deepest=deepest) for tree in trees]
 
 
 def _within(drafter: Drafter, tree: PlanConfig) -> PlanConfig | None:
@@ -187,7 +188,7 @@ def _within(drafter: Drafter, tree: PlanConfig) -> PlanConfig | None:
         return None
     if drafter.max_depth is None:
         return tree
-    depth, k = min(tree.depth, drafter.max_depth), tree.top_k
+    depth, k = min(tree.depth or USUAL_DEPTH, drafter.max_depth), tree.top_k
     return replace(
         tree,
         length=min(tree.length, drafter.max_depth),

@@ -161,6 +161,7 @@ class Scripted:
 
     def __init__(self, vocab_size: int, truth: list[list[int]], skill, *, seed: int = 0, check: bool = True):
         self.vocab_size, self.truth, self.skill, self.check = vocab_size, truth, skill, check
+        self.target = SimpleNamespace(info=SimpleNamespace(vocab_size=vocab_size))
         self.generator = torch.Generator().manual_seed(seed)
 
     def taps(self, _config, _info):

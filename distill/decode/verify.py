@@ -107,6 +107,12 @@ def _check(verifier: str, rule: Rule, drafter: Any, plan: Plan) -> None:
             f"tree depth must be at most {drafter.max_depth} for drafter {drafter.name!r}, got {plan.depth}; lower "
             "tree.depth (chain: tree.length; static: leave out the deeper tree.paths)"
         )
+    width = drafter.target.info.vocab_size if drafter.vocab is None else drafter.vocab.size
+    if isinstance(plan, Static) and plan.highest >= width:
+        raise UserError(
+            f"tree.paths must hold ranks below the {width} tokens that drafter {drafter.name!r} chooses from, got "
+            f"{plan.highest}"
+        )
     if isinstance(plan, Dynamic) and not drafter.soft:
         raise UserError(
             f"drafter {drafter.name!r} needs a chain or a static tree, got {plan}: it gives no confidences to choose "
@@ -163,6 +169,19 @@ class Typical:
         for name in ("epsilon", "delta"):
             if not 0 < getattr(self, name) <= 1:
                 raise UserError(f"typical_{name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+
+def check_thresholds(thresholds: Typical, verifiers: Iterable[str | None]) -> None:
+    """Refuse thresholds that no rule reads.
+
+    Raises:
+        UserError: they were changed, and nothing is verified by ``typical``.
+    """
+    if thresholds != Typical() and "typical" not in verifiers:
+        raise UserError(
+            "typical_epsilon and typical_delta must be left alone without verify=typical, got "
+            f"{thresholds.epsilon} and {thresholds.delta}"
+        )
 
 
 def typical(tree: DraftTree, logits_BNV: Tensor, sampling: Sampling, thresholds: Typical) -> Accepted:

@@ -105,6 +105,11 @@ class DraftModel(CachedDrafter):
     @classmethod
     def check_target(cls, config: DraftModelConfig, target: Target) -> None:
         """Build it once: layers, sizes, a checkpoint that is not there and another vocabulary are refused here."""
+        if config.architecture is not None and config.source != "config":
+            raise UserError(
+                f"drafter.architecture must be null with drafter.source={config.source}, got {config.architecture}; it "
+                "stands in exports, and goes with source=config"
+            )
         cls(replace(config), target)
 
     def _check_fits(self, target: Target) -> None:

@@ -46,8 +46,8 @@ class Eagle3Config:
     def __post_init__(self) -> None:
         if self.ttt_steps < 1:
             raise UserError(f"drafter.ttt_steps must be >= 1, got {self.ttt_steps}")
-        if self.draft_vocab_size < 1:
-            raise UserError(f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}")
+        if self.draft_vocab_size < 2:
+            raise UserError(f"drafter.draft_vocab_size must be >= 2, got {self.draft_vocab_size}")
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise UserError(
                 f"drafter.intermediate_size must be >= 1, got {self.intermediate_size}; null takes the target's"

@@ -62,8 +62,8 @@ class MedusaConfig:
                 "drafter.draft_vocab_size must be given with drafter.head=pruned and only then, got head "
                 f"{self.head} and draft_vocab_size {self.draft_vocab_size}"
             )
-        if self.draft_vocab_size is not None and self.draft_vocab_size < 1:
-            raise UserError(f"drafter.draft_vocab_size must be >= 1, got {self.draft_vocab_size}")
+        if self.draft_vocab_size is not None and self.draft_vocab_size < 2:
+            raise UserError(f"drafter.draft_vocab_size must be >= 2, got {self.draft_vocab_size}")
         if not 0 < self.decay <= 1:
             raise UserError(f"drafter.decay must be in (0, 1], got {self.decay}")
         check(self)

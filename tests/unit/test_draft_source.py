@@ -277,6 +277,13 @@ def test_an_architecture_that_is_none_is_refused(fields):
         draft(tiny_target(), architecture=fields)
 
 
+def test_an_architecture_beside_another_source_is_refused():
+    """It would silently win over the layers that were asked for."""
+    it, fields = tiny_target(), {"model_type": "llama", "num_hidden_layers": 1}
+    with pytest.raises(UserError, match="architecture must be null with drafter.source=layers"):
+        DraftModel.check_target(DraftModelConfig(architecture=fields), it)
+
+
 def test_an_exit_behind_the_last_layer_is_refused():
     with pytest.raises(UserError, match=r"drafter\.layers must be at most the target's 4, got 5"):
         EarlyExit(EarlyExitConfig(layers=5), tiny_target())

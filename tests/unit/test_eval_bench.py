@@ -300,6 +300,8 @@ def test_the_time_limit_stops_after_the_prompt_it_passes(checkpoint, tmp_path):
         ),
         ({"trees": [PlanConfig(name="chain", length=2)]}, "got chain-2 twice"),
         ({"verifier": "metch"}, "Did you mean 'match'"),
+        ({"typical_delta": 0.5}, "left alone without verify=typical"),
+        ({"tree": PlanConfig(name="static", paths=[[99]])}, "ranks below the 32 tokens"),
     ],
 )
 def test_bad_input_is_one_sentence_and_writes_nothing(checkpoint, tmp_path, changes, message):

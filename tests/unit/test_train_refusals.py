@@ -143,9 +143,9 @@ def test_sizes_that_cannot_be_meant_are_refused():
         Dynamic(top_k=100_000, depth=4, total=10)
     with pytest.raises(UserError, match="at most 4096 nodes"):
         Chain(5000)
-    for name in ("intermediate_size", "draft_vocab_size"):
-        with pytest.raises(UserError, match=f"drafter.{name} must be >= 1, got 0"):
-            tools.drafter(**{name: 0})
+    for name, least in (("intermediate_size", 1), ("draft_vocab_size", 2)):
+        with pytest.raises(UserError, match=f"drafter.{name} must be >= {least}, got {least - 1}"):
+            tools.drafter(**{name: least - 1})
 
 
 def test_a_damaged_export_is_a_sentence(tmp_path):

@@ -390,6 +390,13 @@ def test_make_plan():
     assert make_plan(PlanConfig(name="dynamic", top_k=2, depth=3, total=7)) == Dynamic(top_k=2, depth=3, total=7)
 
 
+@pytest.mark.parametrize("deepest,depth", [(None, 4), (2, 2), (9, 4)])
+def test_a_depth_that_is_left_open_is_what_the_drafter_reaches(deepest, depth):
+    assert make_plan(PlanConfig(name="dynamic", top_k=2, total=7), deepest=deepest).depth == depth
+    asked = make_plan(PlanConfig(name="dynamic", top_k=2, depth=5, total=7), deepest=deepest)
+    assert asked.depth == 5, "what was asked for is not changed behind the user's back"
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -404,6 +411,7 @@ def test_make_plan():
         (lambda: Dynamic(top_k=0, depth=2, total=4), "tree.top_k must be >= 1"),
         (lambda: Dynamic(top_k=2, depth=0, total=4), "tree.depth must be >= 1"),
         (lambda: Dynamic(top_k=2, depth=2, total=1), "tree.total must be >= 2"),
+        (lambda: Dynamic(top_k=2, depth=2, total=4097), "tree.total must be at most 4096, got 4097"),
         (lambda: make_plan(PlanConfig(name="static", paths=[])), "tree.paths"),
         (lambda: make_plan(PlanConfig(name="dynamix")), "chain, static, calibrated, dynamic.*Did you mean 'dynamic'"),
     ],

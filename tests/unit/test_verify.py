@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from distill.decode.verify import RULES, match, resolve
+from distill.decode.verify import RULES, Typical, check_thresholds, match, resolve
 from distill.errors import UserError
 from distill.sampling import Sampling
 from distill.tree import Chain, Dynamic, Static, geometry
@@ -100,8 +100,10 @@ TREE = Static(((0,), (1,), (0, 0)))
 GREEDY, SAMPLED = Sampling(), Sampling(temperature=1.0)
 
 
-def drafter(*, soft=True, max_depth=None):
-    return SimpleNamespace(name="some", soft=soft, max_depth=max_depth)
+def drafter(*, soft=True, max_depth=None, width=None):
+    target = SimpleNamespace(info=SimpleNamespace(vocab_size=50))
+    vocab = None if width is None else SimpleNamespace(size=width)
+    return SimpleNamespace(name="some", soft=soft, max_depth=max_depth, target=target, vocab=vocab)
 
 
 ALLOWED = {
@@ -150,8 +152,17 @@ def test_without_a_drafter_the_target_samples_for_itself(verifier):
         ("rejection", "auto", {"drafter": drafter(soft=False)}, "gives a distribution, got 'some', .* deterministic"),
         ("match", "coupled", {"drafter": drafter(soft=False)}, "must be auto or topk for drafter 'some'"),
         ("match", "auto", {"drafter": drafter(max_depth=2)}, "tree depth must be at most 2 for drafter 'some', got 3"),
+        ("match", "auto", {"plan": Static(((0,), (50,)))}, "ranks below the 50 tokens that drafter 'some' .*, got 50"),
+        ("match", "auto", {"plan": Static(((9,),)), "drafter": drafter(width=9)}, "ranks below the 9 tokens .*, got 9"),
     ],
 )
 def test_refusals_say_why(verifier, candidates, given, says):
     with pytest.raises(UserError, match=says):
         resolve(verifier, candidates, **{"drafter": drafter(), "plan": CHAIN, "sampling": SAMPLED, **given})
+
+
+def test_thresholds_that_nothing_reads_are_refused():
+    check_thresholds(Typical(), ["match", None])
+    check_thresholds(Typical(epsilon=0.2), ["match", "typical"])
+    with pytest.raises(UserError, match="left alone without verify=typical, got 0.2 and 0.3"):
+        check_thresholds(Typical(epsilon=0.2), ["match", None])
