@@ -1,8 +1,8 @@
 """Our chain with a draft model against transformers' assisted generation with the same two models.
 
 Greedy, batch 1, one process, arms in turns. The draft is the target without a few of its middle layers, untrained: what
-is compared is the time of the same accepted tokens, so acceptance must be equal and its height does not matter. In fp32 it
-is equal pass by pass, which is measured too; in bf16 two scores that round alike may fall one way here and another there.
+is compared is the time of the same accepted tokens, so acceptance must be equal and its height does not matter. In fp32
+it is equal pass by pass, which is measured too; in bf16 scores that round alike may fall one way here, another there.
 """
 
 import math
