@@ -7,10 +7,10 @@ READY  := $(VENV)/.ready
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check verify bench gpu-check wheel clean
+.PHONY: help setup demo test check verify bench gpu-check test-engine wheel clean
 
 help:  ## list the targets
-	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z-]+:.*## / {printf "make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY)  ## create .venv with the tested versions (nothing to do when it is there)
 
@@ -33,6 +33,10 @@ bench: $(READY)  ## measure speed and memory, the physical limits beside: bench/
 
 gpu-check:  ## what only a CUDA GPU can show, under 8 minutes; needs PyTorch, transformers and lightning, no setup
 	$(if $(wildcard $(READY)),$(BIN)/python,$(PYTHON)) -m bench.gpu_check --out runs/gpu-check.json
+
+test-engine: $(READY)  ## install vLLM, llama.cpp and OpenVINO (6 GB, once) and run exports in them
+	$(BIN)/python -m engines setup all
+	$(BIN)/python -m pytest -m engine
 
 wheel: $(READY)  ## build the wheel into dist/
 	$(BIN)/python -m build --wheel

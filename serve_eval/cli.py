@@ -11,7 +11,10 @@ COMMANDS: dict[str, tuple[str, str, list[str]]] = {
     "train": ("distill.train.main", "train a drafter (same as python train.py)", []),
     "data": ("serve_eval.__main__", "write the training data beforehand: whole, or a part per machine", ["task=data"]),
     "eval": ("serve_eval.__main__", "measure, show and verify decoding (same as python -m serve_eval)", []),
-    "export": ("serve_eval.__main__", "check a run's drafter and copy it where you want it", ["task=export"]),
+    "export": ("serve_eval.__main__", "write a run's drafter for the program that serves it", ["task=export"]),
+    "inspect": ("serve_eval.__main__", "say what a drafter's folder holds, in any layout", ["task=inspect"]),
+    "adopt": ("serve_eval.__main__", "read a public drafter in another program's layout", ["task=adopt"]),
+    "check": ("serve_eval.__main__", "run a drafter in a real engine, acceptance beside ours", ["task=check"]),
 }
 
 
@@ -38,4 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         return 2
     module, _, fixed = COMMANDS[command]
+    if command in ("inspect", "adopt", "check") and rest and not rest[0].startswith("-") and "=" not in rest[0]:
+        folder = rest[0].replace("\\", "\\\\").replace('"', '\\"')
+        rest = [f'folder="{folder}"', *rest[1:]]
     return importlib.import_module(module).main([*fixed, *rest], program=f"draftsmith {command}")

@@ -4,7 +4,7 @@ Training passes an ``attend`` that remembers keys of earlier training-time-test 
 that reads a cache. The layer does not know which, so both run the same weights through the same code.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +60,15 @@ class RMSNorm(nn.Module):
 
 
 class Rotary:
-    """Rotary position embedding with the target's parameters (scaling types included)."""
+    """Rotary position embedding with the target's parameters (scaling types included), or others."""
 
-    def __init__(self, info: TargetInfo, head_dim: int):
+    def __init__(self, info: TargetInfo, head_dim: int, parameters: Mapping[str, Any] | None = None):
         config = LlamaConfig(
             hidden_size=head_dim,
             num_attention_heads=1,
             head_dim=head_dim,
             max_position_embeddings=info.max_positions,
-            rope_parameters=dict(info.rope_parameters),
+            rope_parameters=dict(parameters or info.rope_parameters),
         )
         self._embedding = LlamaRotaryEmbedding(config)
 

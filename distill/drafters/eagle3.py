@@ -13,6 +13,7 @@ What is shared with EAGLE-1, attention over steps included, is in ``recurrent.py
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +39,7 @@ class Eagle3Config:
     draft_vocab_size: int = opt(32000, "kept target tokens, at most the target's vocabulary")
     taps: list[int] | None = opt(None, "hidden states entering these layers are fused; null: 2, n/2, n-3")
     intermediate_size: int | None = opt(None, "MLP width; null: the target's")
+    rope: dict[str, Any] | None = opt(None, "rotary parameters of a drafter that was trained with others than the target's")
     norm_before_residual: bool = opt(False, "residual carries hidden_norm(g) instead of g")
     fc_norm: bool = opt(False, "EAGLE-3.1: a norm for each tap before they are fused")
     norm_output: bool = opt(False, "EAGLE-3.1: feed back norm(out) instead of out")

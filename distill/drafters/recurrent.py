@@ -72,7 +72,7 @@ class Recurrent(Drafter):
     def __init__(self, config: Any, target: Target, vocab: DraftVocab | None, shape: BlockShape):
         super().__init__(config, target, vocab)
         self.shape = shape
-        self.rotary = Rotary(target.info, shape.head_dim)
+        self.rotary = Rotary(target.info, shape.head_dim, config.rope)
 
     @abstractmethod
     def features(self, output: TargetOutput) -> Tensor:

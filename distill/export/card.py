@@ -73,3 +73,40 @@ def _table(measured: Mapping) -> list[str]:
         return ["Nothing measured yet."]
     rows = [f"| {name} | {f'{value:.4g}' if isinstance(value, float) else value} |" for name, value in measured.items()]
     return ["| figure | value |", "| --- | --- |", *rows]
+
+
+LICENCES = {
+    "llama": "Llama models come under Meta's community licence, others of the family (SmolLM2) under Apache-2.0",
+    "gemma": "Gemma models come under Google's terms of use",
+    "gemma2": "Gemma models come under Google's terms of use",
+    "gemma3_text": "Gemma models come under Google's terms of use",
+}
+"""What to look up about a family's licence; the others name theirs in the target's own repository."""
+
+
+def render_foreign(config: Mapping, provenance: Mapping, *, reader: str, command: str, note: str) -> str:
+    """Return the Markdown of an export in another program's layout.
+
+    Args:
+        config: of the native export it was made from.
+        provenance: likewise.
+        reader: the program.
+        command: what serves it.
+        note: what to know before relying on it.
+    """
+    target, name = config["target"], config["drafter"]
+    licence = LICENCES.get(target["model_type"], "see the target's own repository")
+    lines = [
+        FRONT.format(target=target["name"], drafter=name),
+        f"# {name} drafter for {target['name']}, for {reader}\n",
+        f"Written from a native export (sha256 `{config['weights_sha256'][:16]}`); the text stays the target's own.\n",
+        *([f"{note}\n"] if note else []),
+        "## Use\n",
+        f"```bash\n{command}\n```\n",
+        "## Measured\n",
+        *_table(provenance.get("measured", {})),
+        "\nAcceptance was measured before the conversion; `draftsmith check` measures it in the engine, side by side.\n",
+        "## Licence\n",
+        f"A drafter is derived from its target's outputs and, in part, weights; the target's licence applies: {licence}.",
+    ]
+    return "\n".join(lines) + "\n"

@@ -95,7 +95,7 @@ def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = Fa
         UserError: no such export, a damaged one, or ``out`` is taken or cannot be written.
     """
     source, out = resolve_checkpoint(checkpoint), Path(out)
-    _read_tensors(source, read_config(source))
+    read_tensors(source, read_config(source))
     for name in (PROVENANCE, CARD):
         if not (source / name).is_file():
             raise UserError(f"{source} must hold {name}, got a folder without it; export the run again")
@@ -208,8 +208,8 @@ def load_drafter(
     if config["tap_convention"] != TAP_CONVENTION or config["taps"] != taps:
         got = f"{config['taps']} ({config['tap_convention']})"
         raise UserError(f"{folder / CONFIG}: taps must be {taps} ({TAP_CONVENTION}), got {got}; export the run again")
-    tensors = _read_tensors(folder, config)
-    vocab = _read_vocab(folder, config, tensors, target.info.vocab_size)
+    tensors = read_tensors(folder, config)
+    vocab = read_vocab(folder, config, tensors, target.info.vocab_size)
     drafter = cls(flags, target, vocab)
     _fill(folder, drafter, tensors)
     drafter.calibration = read_calibration(folder, config) if calibrated else None
@@ -286,7 +286,7 @@ def _read_flags(folder: Path, cls: type[Any], given: Mapping) -> Any:
     return flags
 
 
-def _read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
+def read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)
@@ -306,7 +306,7 @@ def _read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
     return tensors
 
 
-def _read_vocab(folder: Path, config: Mapping, tensors: Mapping[str, Tensor], vocab_size: int) -> DraftVocab | None:
+def read_vocab(folder: Path, config: Mapping, tensors: Mapping[str, Tensor], vocab_size: int) -> DraftVocab | None:
     """Check the two vocabulary maps against each other, then build the draft vocabulary from them."""
     size = config["draft_vocab_size"]
     where = f"{folder / WEIGHTS}"
