@@ -5,6 +5,7 @@ the children of the one node it stands on, and tosses the coins. Targets are tin
 """
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ class Markov:
 
     def __init__(self, table_VV):
         self.table_VV = table_VV
+        self.target = SimpleNamespace(info=SimpleNamespace(vocab_size=len(table_VV)))
 
     def taps(self, _config, _info):
         return ()
