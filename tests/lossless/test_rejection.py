@@ -247,7 +247,11 @@ def test_a_perfect_draft_is_always_accepted():
 
     for setting in ("T1", "T0.7-p0.8"):
         decoder = Decoder(
-            plain, Itself(None), plan=Chain(3), sampling=Sampling(**SETTINGS[setting]), verifier="rejection"
+            plain,
+            Itself(torch.empty(plain.info.vocab_size, 0)),
+            plan=Chain(3),
+            sampling=Sampling(**SETTINGS[setting]),
+            verifier="rejection",
         )
         got = decoder.generate(prompts(), max_new_tokens=9, ignore_eos=True)
         assert {(s.accepted, len(s.tokens)) for g in got for s in g.steps} == {(3, 4)}

@@ -1,8 +1,6 @@
 """Medusa-2 where it meets the rest: several processes, rejection, calibration, the task that decodes, Hydra heads."""
 
-import sys
-from pathlib import Path
-
+import processes
 import pytest
 import torch
 from drafter_tools import V, make
@@ -15,9 +13,6 @@ from distill.export import load_drafter, save_drafter
 from distill.sampling import Sampling
 from distill.target.tiny import tiny_target
 from distill.tree import Chain, Dynamic, Static
-
-sys.path.append(str(Path(__file__).parents[1] / "distributed"))
-import processes
 
 pytest.importorskip("peft")
 LORA = {"lora_rank": 3, "lora_alpha": 6}
