@@ -234,7 +234,7 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
     target, drafter, sampling = pair.target, pair.drafter, config.sampling()
     return {
         # Whatever shows the name shows that lossless means relative to another model.
-        "target": target.info.name if target.base is None else f"{target.info.name}, adapted by its drafter",
+        "target": target.label,
         "temperature": sampling.temperature,
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,

@@ -249,7 +249,8 @@ def judge(
 def _write(result: VerifyResult, target: Target, config: Config) -> None:
     record = {
         "schema_version": SCHEMA_VERSION,
-        "target": target.info.name,
+        "target": target.label,
+        "target_fingerprint": dict(target.fingerprint),
         "dtype": str(target.dtype).removeprefix("torch."),
         "tie_gap": TIE_GAP,
         "outputs": sum(c.outputs for c in result.checks),

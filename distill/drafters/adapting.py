@@ -23,7 +23,7 @@ from distill.alignment import generated_run
 from distill.drafters.base import Drafter, ParamGroup
 from distill.errors import UserError
 from distill.target import Target
-from distill.target.adapter import Adapter
+from distill.target.adapter import Adapter, linear_layers
 from distill.types import Batch, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
@@ -65,6 +65,12 @@ class Adapting(Drafter):
         if config.lora_rank:
             self.adapter = Adapter(target, rank=config.lora_rank, alpha=config.lora_alpha)
         self._ramp = 1.0
+
+    @classmethod
+    def check_target(cls, config: Any, target: Target) -> None:
+        """An adapter needs layers it can change."""
+        if config.lora_rank:
+            linear_layers(target)
 
     @property
     def learns_adapter(self) -> bool:

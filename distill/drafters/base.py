@@ -15,7 +15,6 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from distill.calibration import Calibration
-from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.packed import Packing
 from distill.target import Target, TargetInfo
@@ -61,6 +60,8 @@ class Drafter(nn.Module, ABC):
     """Deepest node this drafter can propose; None = any (recurrent drafters)."""
     soft: ClassVar[bool] = True
     """Whether ``step`` gives a distribution (False: scores that only rank, e.g. prompt lookup)."""
+    recomputes: ClassVar[bool] = False
+    """Whether ``recompute_activations`` has an effect."""
     trainable: ClassVar[bool] = True
     """False for baselines without weights, which need no checkpoint."""
 
@@ -108,11 +109,7 @@ class Drafter(nn.Module, ABC):
 
     def recompute_activations(self, on: bool) -> None:
         """Trade time for memory in ``training_steps``: same values, same gradients. Drafters that can override it."""
-        if on:
-            raise UserError(
-                f"trainer.activation_checkpointing must be false for drafter {self.name}, which keeps too little to "
-                "gain from it, got true"
-            )
+        assert not on or self.recomputes, "refused by TrainConfig.check_target"
 
     @property
     def steps(self) -> int:

@@ -97,6 +97,7 @@ class Eagle1(Recurrent):
     """The EAGLE-1 drafter: its own weights are fc and the decoder layers; embedding and head are the target's."""
 
     name = "eagle1"
+    recomputes = True
     Config = Eagle1Config
     config: Eagle1Config
     detach = True

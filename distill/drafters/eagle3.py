@@ -94,6 +94,7 @@ class Eagle3(Recurrent):
     """The EAGLE-3 drafter."""
 
     name = "eagle3"
+    recomputes = True
     Config = Eagle3Config
     config: Eagle3Config
     vocab: DraftVocab

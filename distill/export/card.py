@@ -11,7 +11,11 @@ tags:
 ---
 """
 
-ADAPTED = """**Adapted target (Medusa-2).** The files hold a low-rank adapter of {target} as well,
+OWN = """proposal, so the text is the target's own; this drafter only decides how fast it comes.
+"""
+ADAPTED = """proposal.
+
+**Adapted target (Medusa-2).** The files hold a low-rank adapter of {target} as well,
 which loading merges into a copy of its weights in memory. What decodes, drafted or not, is that adapted model: lossless
 means relative to it, not to {target} as published.
 """
@@ -50,8 +54,7 @@ def render(config: Mapping, provenance: Mapping) -> str:
         FRONT.format(target=target["name"], drafter=name),
         f"# {name} drafter for {target['name']}\n",
         f"A small model that proposes tokens for {target['name']} in speculative decoding. The target checks every",
-        "proposal, so the text is the target's own; this drafter only decides how fast it comes.\n",
-        *([ADAPTED.format(target=target["name"])] if config["config"].get("lora_rank") else []),
+        ADAPTED.format(target=target["name"]) if config["config"].get("lora_rank") else OWN,
         *([f"- reads the target's hidden states entering layers {reads}"] if reads else []),
         f"- speaks {speaks}",
         f"- weights: {config['dtype']}, sha256 `{config['weights_sha256'][:16]}`",

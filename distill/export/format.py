@@ -71,6 +71,11 @@ def save_drafter(
         UserError: the folder is taken, or cannot be written.
     """
     folder = Path(folder)
+    if drafter.target.base is not None and next(drafter.parameters()).dtype not in (torch.float32, torch.float64):
+        raise UserError(
+            "an adapted target's drafter must be saved in the precision of its training, or its adapter rounds, "
+            f"got {_dtype_name(next(drafter.parameters()).dtype)}; load it without dtype="
+        )
     tensors = {MAPS.get(k, k): v.detach().cpu().contiguous() for k, v in drafter.state_dict().items()}
     record = {**provenance, "measured": dict(card or {})}
     with fresh_folder(folder, what="export folder") as fresh:
@@ -201,6 +206,10 @@ def load_drafter(
     """
     folder = resolve_checkpoint(folder)
     config = read_config(folder)
+    if target.base is not None:
+        raise UserError(
+            f"{folder} must be loaded for a target as it was published, got {target.label}; load that one anew"
+        )
     _check_target(folder, config["target"], target, allow_mismatch=allow_target_mismatch)
     cls: Any = drafter_class(config["drafter"])
     flags = _read_flags(folder, cls.Config, config["config"])

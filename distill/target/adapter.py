@@ -27,8 +27,7 @@ def require_peft() -> None:
     """
     if find_spec("peft") is None:
         raise UserError(
-            "drafter.lora_rank must be 0 without the package peft, which is not installed; run "
-            "pip install 'draftsmith[lora]'"
+            "drafter.lora_rank must be 0 without the package peft, which is not installed; run pip install 'peft>=0.21'"
         )
 
 
@@ -40,6 +39,25 @@ class Pair(nn.Module):
         self.A = nn.Linear(linear.in_features, rank, bias=False)
         self.B = nn.Linear(rank, linear.out_features, bias=False)
         nn.init.zeros_(self.B.weight)
+
+
+def linear_layers(target: Target) -> dict[str, nn.Linear]:
+    """What an adapter changes: the linear layers inside the decoder layers, by name.
+
+    Raises:
+        UserError: there are no plain ones.
+    """
+    inside = {id(module) for layer in target._layers for module in layer.modules()}
+    found = {
+        name: module
+        for name, module in target.model.named_modules()
+        if id(module) in inside and type(module) is nn.Linear and module.weight.is_floating_point()
+    }
+    if not found:
+        raise UserError(
+            f"target {target.info.name} must have plain linear layers for an adapter, got none; use drafter.lora_rank=0"
+        )
+    return found
 
 
 class Adapter(nn.Module):
@@ -59,17 +77,7 @@ class Adapter(nn.Module):
         self.rank, self.alpha = rank, alpha
         self._target = [target]  # a list hides it from nn.Module
         self._backbone: list[Backbone] = []
-        inside = {id(module) for layer in target._layers for module in layer.modules()}
-        linears = {
-            name: module
-            for name, module in target.model.named_modules()
-            if id(module) in inside and type(module) is nn.Linear and module.weight.is_floating_point()
-        }
-        if not linears:
-            raise UserError(
-                f"target {target.info.name} must have plain linear layers for drafter.lora_rank={rank}, got none; "
-                "use lora_rank=0"
-            )
+        linears = linear_layers(target)
         self.names = list(linears)
         self.pairs = nn.ModuleList(Pair(linear, rank) for linear in linears.values())
 
@@ -90,7 +98,8 @@ class Adapter(nn.Module):
         target = self._target[0]
         model = twin(target.model)
         config = LoraConfig(r=self.rank, lora_alpha=self.alpha, target_modules=self.names)
-        with torch.random.fork_rng():  # its own first weights are drawn, and replaced by ours
+        # Its own first weights are drawn, and replaced by ours.
+        with torch.random.fork_rng(devices=[target.device] if target.device.type == "cuda" else []):
             inject_adapter_in_model(config, model)
         for name, pair in zip(self.names, self.pairs, strict=True):
             layer: Any = model.get_submodule(name)

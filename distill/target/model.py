@@ -43,6 +43,11 @@ class Target(Backbone):
         self.base: dict[str, str] | None = None
         """Fingerprint of what an adapted target was made from (``adapted``); None: it is as it was loaded."""
 
+    @property
+    def label(self) -> str:
+        """Its name; of an adapted one also that it is another model, since lossless then means relative to that."""
+        return self.info.name if self.base is None else f"{self.info.name}, adapted by its drafter"
+
     @cached_property
     def fingerprint(self) -> dict[str, str]:
         """Digests of ``weights``, ``tokenizer`` and ``chat_template``, 16 hex digits each or "none"."""

@@ -156,6 +156,11 @@ class TrainConfig:
             UserError: layers, width or vocabulary are others than its options say.
         """
         cls, options = self.trained_class(), self.drafter_config()
+        if self.trainer.activation_checkpointing and not cls.recomputes:
+            raise UserError(
+                f"trainer.activation_checkpointing must be false for drafter {cls.name}, which has no layers "
+                "to compute again, got true"
+            )
         cls.taps(options, target.info)
         cls.check_target(options, target)
 

@@ -17,7 +17,6 @@ from distill.divergence import WITH_LOG, WORKED_ON
 from distill.drafters.base import Drafter
 from distill.errors import UserError
 from distill.losses import LossConfig, chunk_rows, piece_rows
-from distill.target import Target
 from distill.train.config import TrainConfig
 from distill.train.measure import precision
 
@@ -169,21 +168,22 @@ def announce(config: TrainConfig, drafter: Drafter, *, processes: int) -> str:
         shards=processes if config.trainer.strategy == "fsdp" else 1,
         accumulate=config.trainer.accumulate > 1,
     )
-    return refuse_unless_it_fits(need, drafter.target, rows=rows, length=length)
+    return refuse_unless_it_fits(need, drafter, rows=rows, length=length)
 
 
-def refuse_unless_it_fits(need: MemoryEstimate, target: Target, *, rows: int, length: int) -> str:
+def refuse_unless_it_fits(need: MemoryEstimate, drafter: Drafter, *, rows: int, length: int) -> str:
     """Return the estimate as one line to show.
 
     Raises:
         UserError: what is still to be allocated is more than is free.
     """
-    free = free_memory(target.device)
+    device = drafter.target.device
+    free, more = free_memory(device), ", or set trainer.activation_checkpointing=true" if drafter.recomputes else ""
     if free is not None and need.to_come > free:
         raise UserError(
-            f"a training step of {rows} x {length} tokens must fit into the memory of {target.device}, got an "
+            f"a training step of {rows} x {length} tokens must fit into the memory of {device}, got an "
             f"estimate of {need}, of which {need.to_come / GIB:.2f} GiB are still to come and {free / GIB:.2f} GiB "
-            "are free; lower trainer.batch_size or data.pack_len, or set trainer.activation_checkpointing=true"
+            f"are free; lower trainer.batch_size or data.pack_len{more}"
         )
     room = "" if free is None else f"; {free / GIB:.2f} GiB free beside target and weights"
     return f"memory of a training step: about {need}{room}"

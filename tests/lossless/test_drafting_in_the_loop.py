@@ -93,7 +93,7 @@ class Itself:
 
     def __init__(self, target, ids=None):
         self.target = target
-        self.vocab = None if ids is None else SimpleNamespace(target_ids=torch.tensor(ids))
+        self.vocab = None if ids is None else SimpleNamespace(target_ids=torch.tensor(ids), size=len(ids))
 
     def taps(self, _config, _info):
         return ()

@@ -5,6 +5,7 @@ the children of the one node it stands on, and tosses the coins. Targets are tin
 """
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,6 +47,7 @@ class Markov:
 
     def __init__(self, table_VV):
         self.table_VV = table_VV
+        self.target = SimpleNamespace(info=SimpleNamespace(vocab_size=len(table_VV)))
 
     def taps(self, _config, _info):
         return ()
@@ -245,7 +247,11 @@ def test_a_perfect_draft_is_always_accepted():
 
     for setting in ("T1", "T0.7-p0.8"):
         decoder = Decoder(
-            plain, Itself(None), plan=Chain(3), sampling=Sampling(**SETTINGS[setting]), verifier="rejection"
+            plain,
+            Itself(torch.empty(plain.info.vocab_size, 0)),
+            plan=Chain(3),
+            sampling=Sampling(**SETTINGS[setting]),
+            verifier="rejection",
         )
         got = decoder.generate(prompts(), max_new_tokens=9, ignore_eos=True)
         assert {(s.accepted, len(s.tokens)) for g in got for s in g.steps} == {(3, 4)}

@@ -7,8 +7,8 @@ import train_tools as tools
 
 from bench import training
 from bench.peak import Tracker
-from distill.drafters.base import Drafter
 from distill.drafters.eagle3 import Eagle3
+from distill.drafters.medusa import Medusa, MedusaConfig
 from distill.errors import UserError
 from distill.losses import LossConfig
 from distill.target.tiny import tiny_target
@@ -120,9 +120,23 @@ def test_free_memory_of_this_machine():
     assert free is None or 0 < free < 2**50
 
 
-def test_drafters_that_cannot_recompute_say_so():
-    with pytest.raises(UserError, match="activation_checkpointing must be false"):
-        Drafter.recompute_activations(tools.drafter(), True)
+@pytest.mark.parametrize("name", ["medusa", "hydra", "draft_model"])
+def test_drafters_that_cannot_recompute_say_so_before_data_are_written(name, tmp_path):
+    config = tools.config(tmp_path / "run", activation_checkpointing=True)
+    config.drafter = {"name": name}
+    with pytest.raises(UserError, match=f"activation_checkpointing must be false for drafter {name}"):
+        run(config)
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_nobody_is_told_to_recompute_who_cannot(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory", lambda _: 1000)
+    need = estimate(tools.drafter(), rows=1, length=8, loss=LossConfig())
+    heads = Medusa(MedusaConfig(heads=1), tools.target())
+    for drafter, told in ((tools.drafter(), True), (heads, False)):
+        with pytest.raises(UserError) as caught:
+            memory.refuse_unless_it_fits(need, drafter, rows=1, length=8)
+        assert ("activation_checkpointing" in str(caught.value)) is told
 
 
 def test_a_run_is_refused_before_its_first_step(tmp_path, monkeypatch):

@@ -9,11 +9,12 @@ from torch import nn
 from distill.attention import packed_mask
 from distill.data import Batches
 from distill.data.datamodule import DataModule
+from distill.drafters.medusa import Medusa, MedusaConfig
 from distill.errors import UserError
 from distill.losses import LossConfig
 from distill.train.callbacks import AfterStep
 from distill.train.evaluate import validate
-from distill.train.module import DraftModule, Sums, step_loss
+from distill.train.module import DraftModule, Sums, chained, step_loss
 from distill.train.schedule import OptimConfig, build_optimizer
 from distill.types import Batch
 
@@ -207,6 +208,36 @@ def test_sums_are_weighted_by_tokens_and_start_anew():
     accepted = sum(int((r.hits_KBL & r.valid_KBL).long().cumprod(0).sum()) for r in results)
     assert means["x/tau"] == pytest.approx(1 + accepted / sum(int(r.valid_KBL[0].sum()) for r in results))
     assert sums.vector is None
+
+
+def test_a_drafter_of_one_step_is_simulated_as_deep_as_it_drafts():
+    """Its later drafts are the same step at later positions: runs of hits, inside a document."""
+    drafter, depth = tools.drafter(ttt_steps=1), 3
+    batches = list(Batches(tools.data(), **SIZES, batch_size=2).validation())
+    accepted = starts = 0
+    for batch in batches:
+        with torch.no_grad():
+            result = step_loss(drafter.eval(), batch, LossConfig())
+        result.hits_KBL[:] = torch.rand(result.hits_KBL.shape, generator=torch.Generator().manual_seed(0)) < 0.8
+        hits, valid = (result.hits_KBL & result.valid_KBL)[0], result.valid_KBL[0]
+        sums = Sums(chained(drafter, depth))
+        sums.add(result, doc_BL=batch.doc_BL, tokens=1.0, denominator=1.0)
+        starts = int(valid.sum())
+        accepted = 0
+        for row, doc in zip(hits.tolist(), batch.doc_BL.tolist(), strict=True):
+            for i in range(len(row)):
+                for at in range(i, min(i + depth, len(row))):
+                    if not row[at] or doc[at] != doc[i]:
+                        break
+                    accepted += 1
+        assert sums.means("x")["x/tau"] == pytest.approx(1 + accepted / starts)
+    assert accepted / starts > 1, "more than one draft a pass has to be possible here"
+
+
+def test_only_a_repeated_step_is_simulated_deeper():
+    assert chained(tools.drafter(ttt_steps=1), 5) == 5
+    assert chained(tools.drafter(ttt_steps=2), 5) == 1
+    assert chained(Medusa(MedusaConfig(heads=1), tools.target()), 5) == 1
 
 
 def test_validation_neither_trains_nor_changes_mode():
