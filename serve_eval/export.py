@@ -13,7 +13,7 @@ from distill.errors import UserError
 from distill.export import copy_export, push, resolve_checkpoint
 from distill.export.convert import convert
 from distill.export.gguf import convert_gguf
-from distill.target import Target, TargetConfig, load_target
+from distill.target import Target, TargetConfig, load_target, target_folder
 from serve_eval.checkpoint import auto_target, resolve_target
 
 FormatName = Literal["native", "vllm", "speculators", "sglang", "medusa", "openvino", "transformers", "gguf"]
@@ -68,6 +68,11 @@ class Lender:
             self.target.tokenizer.save_pretrained(folder)
 
 
+def served_name(name: str) -> str:
+    """What an engine is given as target: the hub's name, or the folder of the packaged one."""
+    return str(target_folder(TargetConfig(name=name))) if name == "smollm2" else name
+
+
 def run(config: Config, *, console: Console | None = None) -> None:
     """Write the export.
 
@@ -92,10 +97,13 @@ def run(config: Config, *, console: Console | None = None) -> None:
             "overwrite": config.overwrite,
             "tokens": config.tokens,
         }
+        name = resolve_target(resolve_checkpoint(config.checkpoint), config.target).name
         if config.format == "gguf":
             where, command = convert_gguf(config.checkpoint, config.out, config.vocabulary, **options)
         else:
-            where, command = convert(config.checkpoint, config.out, config.format, lend, **options)
+            where, command = convert(
+                config.checkpoint, config.out, config.format, lend, served=served_name(name), **options
+            )
     console.print(f"{config.format} export written to {where}", highlight=False)
     if command:
         console.print(f"serve it: {command}", highlight=False, markup=False)

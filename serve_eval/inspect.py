@@ -91,9 +91,9 @@ def _conventions(folder: Folder) -> list[str]:
         lines.append(f"norm_before_residual: {config.get('norm_before_residual', 'not said')}")
     if folder.layout == "eagle1" and "fc.bias" in shapes:
         lines.append("fc has a bias: vLLM drops it, SGLang reads it")
-    if folder.layout == "medusa_vllm" and not config.get("medusa_fc_bias"):
-        if any(name.endswith(".bias") for name in shapes):
-            lines.append("medusa_fc_bias is not true: vLLM drops the biases that are there")
+    biased = any(name.endswith(".bias") for name in shapes)
+    if folder.layout == "medusa_vllm" and biased and not config.get("medusa_fc_bias"):
+        lines.append("medusa_fc_bias is not true: vLLM drops the biases that are there")
     if folder.layout == "medusa_vllm" and "token_map" in shapes:
         lines.append("a truncated vocabulary: vLLM cannot load it")
     if "embed_tokens.weight" in shapes:

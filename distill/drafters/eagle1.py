@@ -47,7 +47,9 @@ class Eagle1Config:
     noise: float = opt(0.1, "half-width of the uniform noise on features in training, for 512 tokens; 0: none")
     fc_bias: bool = opt(False, "bias of fc; engines drop it")
     intermediate_size: int | None = opt(None, "MLP width; null: the target's")
-    rope: dict[str, Any] | None = opt(None, "rotary parameters of a drafter that was trained with others than the target's")
+    rope: dict[str, Any] | None = opt(
+        None, "rotary parameters of a drafter that was trained with others than the target's"
+    )
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "steps"):

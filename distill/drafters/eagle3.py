@@ -39,7 +39,9 @@ class Eagle3Config:
     draft_vocab_size: int = opt(32000, "kept target tokens, at most the target's vocabulary")
     taps: list[int] | None = opt(None, "hidden states entering these layers are fused; null: 2, n/2, n-3")
     intermediate_size: int | None = opt(None, "MLP width; null: the target's")
-    rope: dict[str, Any] | None = opt(None, "rotary parameters of a drafter that was trained with others than the target's")
+    rope: dict[str, Any] | None = opt(
+        None, "rotary parameters of a drafter that was trained with others than the target's"
+    )
     norm_before_residual: bool = opt(False, "residual carries hidden_norm(g) instead of g")
     fc_norm: bool = opt(False, "EAGLE-3.1: a norm for each tap before they are fused")
     norm_output: bool = opt(False, "EAGLE-3.1: feed back norm(out) instead of out")

@@ -152,7 +152,8 @@ def _same_block(config: Mapping[str, Any], target: Target, *, where: str) -> Non
             raise UserError(f"{where}: {name} must be false, got true; blocks here have no such bias")
     if config.get("target_hidden_size") not in (None, info.hidden_size):
         raise UserError(
-            f"{where}: target_hidden_size must be {info.hidden_size} for this target, got {config['target_hidden_size']}"
+            f"{where}: target_hidden_size must be {info.hidden_size} for this target, got "
+            f"{config['target_hidden_size']}"
         )
 
 
@@ -183,9 +184,7 @@ def _taps(folder: Folder, target: Target, layer_ids: LayerIds, notes: list[str])
     n = target.info.n_layers
     usual = [2, n // 2, n - 3]
     if layer_ids == "auto":
-        if folder.layout == "speculators" and "speculators_model_type" in folder.config:
-            layer_ids = "entering"
-        elif list(found) == usual:
+        if folder.layout == "speculators" and "speculators_model_type" in folder.config or list(found) == usual:
             layer_ids = "entering"
         elif [i + 1 for i in found] == usual:
             layer_ids = "output"
@@ -198,9 +197,7 @@ def _taps(folder: Folder, target: Target, layer_ids: LayerIds, notes: list[str])
     return [int(i) + (layer_ids == "output") for i in found]
 
 
-def _flag(
-    config: Mapping[str, Any], name: str, default: bool, where: str, notes: list[str] | None = None
-) -> bool:
+def _flag(config: Mapping[str, Any], name: str, default: bool, where: str, notes: list[str] | None = None) -> bool:
     value = config.get(name)
     if value is None:
         if notes is not None:
@@ -296,9 +293,7 @@ def _same_head(head: Tensor | None, target: Target, folder: Folder) -> None:
 
 def _causal_lm(folder: Folder, target: Target, layer_ids: LayerIds, notes: list[str]) -> Drafter:
     cls: Any = drafter_class("draft_model")
-    config = build(
-        cls.Config, {"name": "draft_model", "source": "checkpoint", "path": str(folder.path)}, path="config"
-    )
+    config = build(cls.Config, {"name": "draft_model", "source": "checkpoint", "path": str(folder.path)}, path="config")
     drafter: Drafter = cls(config, target)
     drafter.config = replace(config, source="config", path=None)
     return drafter

@@ -108,8 +108,9 @@ def render_foreign(config: Mapping, provenance: Mapping, *, reader: str, command
         f"```bash\n{command}\n```\n",
         "## Measured\n",
         *_table(provenance.get("measured", {})),
-        "\nAcceptance was measured before the conversion; `draftsmith check` measures it in the engine, side by side.\n",
+        "\nMeasured before the conversion; `draftsmith check` measures acceptance in the engine, side by side.\n",
         "## Licence\n",
-        f"A drafter is derived from its target's outputs and, in part, weights; the target's licence applies: {licence}.",
+        "A drafter is derived from its target's outputs and, in part, weights, so the target's licence applies:",
+        f"{licence}.",
     ]
     return "\n".join(lines) + "\n"

@@ -17,8 +17,8 @@ def draft_model_plain(native: Native, lend: Lend) -> Foreign:
     config: dict[str, Any] = dict(native.flags["architecture"])
     if config["vocab_size"] != native.target["vocab_size"]:
         raise UserError(
-            f"a draft model must have the target's vocabulary of {native.target['vocab_size']} tokens to be served, got "
-            f"{config['vocab_size']}"
+            f"a draft model must have the target's {native.target['vocab_size']} tokens to be served, got "
+            f"{config['vocab_size']}; train one with the same vocabulary"
         )
     config |= type_fields(native)
     if config.get("rope_parameters") and "rope_theta" in config["rope_parameters"]:

@@ -65,8 +65,8 @@ def _sglang(algorithm: str) -> str:
 
 
 _ASSISTED = (
-    "python -c \"from transformers import AutoModelForCausalLM as M; t, d = (M.from_pretrained(p) for p in ('{target}', "
-    "'{folder}')); t.generate(..., assistant_model=d)\""
+    'python -c "from transformers import AutoModelForCausalLM as M; '
+    "t, d = (M.from_pretrained(p) for p in ('{target}', '{folder}')); t.generate(..., assistant_model=d)\""
 )
 
 FORMATS: dict[str, Format] = {
@@ -176,6 +176,7 @@ def convert(
     dtype: torch.dtype | None = None,
     overwrite: bool = False,
     tokens: int = 3,
+    served: str | None = None,
 ) -> tuple[Path, str]:
     """Write an export in another program's layout; the folder appears complete or not at all.
 
@@ -187,6 +188,7 @@ def convert(
         dtype: of the weights; None: as they are.
         overwrite: replace what an earlier call wrote.
         tokens: drafted per pass, in the launch command.
+        served: how the engine finds the target; None: by the name it was loaded under.
 
     Returns:
         The folder, and the command that serves it.
@@ -201,11 +203,13 @@ def convert(
         native = replace(native, tensors=cast)
     foreign = writer(native, lend)
     out = Path(out)
-    values = {"target": native.target["name"], "folder": out, "tokens": tokens, "window": tokens + 1}
+    values = {"target": served or native.target["name"], "folder": out, "tokens": tokens, "window": tokens + 1}
     command = chosen.launch[native.drafter].format(**values)
     record = read_json(source / native_format.PROVENANCE) if (source / native_format.PROVENANCE).is_file() else {}
     record |= {"format": name, "source_sha256": native_format.read_config(source)["weights_sha256"]}
-    card = render_foreign(native_format.read_config(source), record, reader=chosen.reader, command=command, note=chosen.note)
+    card = render_foreign(
+        native_format.read_config(source), record, reader=chosen.reader, command=command, note=chosen.note
+    )
     write_foreign(out, foreign, provenance=record, card=card, overwrite=overwrite)
     return out, command
 

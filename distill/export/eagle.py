@@ -78,8 +78,8 @@ def aux_ids(native: Native, *, format_name: str, shift: int = 0) -> list[int]:
     ids, n_layers = [tap + shift for tap in native.taps], native.target["n_layers"]
     if min(ids) < 0 or max(native.taps) >= n_layers:
         raise UserError(
-            f"format={format_name} must have taps between {-min(shift, 0)} and {n_layers - 1}, got {list(native.taps)}; "
-            "train with other drafter.taps"
+            f"format={format_name} must have taps between {-min(shift, 0)} and {n_layers - 1}, got "
+            f"{list(native.taps)}; train with other drafter.taps"
         )
     return ids
 
@@ -115,10 +115,8 @@ def eagle3_sglang(native: Native, lend: Lend) -> Foreign:
             raise UserError(
                 f"format=sglang must have drafter.{flag}=false, which SGLang does not read, got true; use format=vllm"
             )
-    config = eagle3_fields(native, aux_ids(native, format_name="sglang", shift=-1))
-    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "num_aux_hidden_states"):
-        del config[name]
-    return Foreign(config=config, tensors=to_theirs(RAW, native))
+    ids = aux_ids(native, format_name="sglang", shift=-1)
+    return Foreign(config=eagle3_fields(native, ids), tensors=to_theirs(RAW, native))
 
 
 def eagle3_openvino(native: Native, lend: Lend) -> Foreign:

@@ -296,6 +296,11 @@ def _read_flags(folder: Path, cls: type[Any], given: Mapping) -> Any:
 
 
 def read_tensors(folder: Path, config: Mapping) -> dict[str, Tensor]:
+    """Read an export's tensors.
+
+    Raises:
+        UserError: a damaged file, or another one than was exported.
+    """
     path = folder / WEIGHTS
     try:
         tensors = load_file(path)

@@ -77,17 +77,27 @@ def convert_gguf(
     overwrite: bool = False,
     tokens: int = 3,
 ) -> tuple[Path, str]:
-    """Write a folder with ``drafter.gguf``; see ``convert`` for the arguments they share.
+    """Write a folder with ``drafter.gguf``; it appears complete or not at all.
 
     Args:
+        checkpoint: run folder or native export.
+        out: a folder that does not exist, or with ``overwrite`` one that was written here.
         vocabulary: the target's own GGUF file.
+        dtype: of the matrices; None: as they are.
+        overwrite: replace what an earlier call wrote.
+        tokens: drafted per pass, in the launch command.
+
+    Returns:
+        The folder, and the command that serves it.
 
     Raises:
         UserError: a drafter llama.cpp has no place for, no vocabulary or another one, or a folder that is taken.
     """
     native, source = read_native(checkpoint)
     if native.drafter not in ("eagle3", "draft_model"):
-        raise UserError(f"format=gguf must be given for eagle3 or draft_model, got {native.drafter}; llama.cpp has no other")
+        raise UserError(
+            f"format=gguf must be given for eagle3 or draft_model, got {native.drafter}; llama.cpp has no other"
+        )
     if vocabulary is None:
         raise UserError("vocabulary must be the target's own GGUF file with format=gguf, got none; add vocabulary=FILE")
     tokenizer = tokenizer_fields(Path(vocabulary), size=native.target["vocab_size"])
@@ -131,8 +141,8 @@ def _draft_model(native: Native) -> tuple[dict[str, Any], dict[str, Tensor]]:
     config = native.flags["architecture"]
     if config.get("model_type") != "llama":
         raise UserError(
-            f"format=gguf must be given for a draft model of the family llama, got {config.get('model_type')}; write it "
-            "as format=transformers and use llama.cpp's own converter"
+            f"format=gguf must be given for a draft model of the family llama, got {config.get('model_type')}; write "
+            "it as format=transformers and use llama.cpp's own converter"
         )
     if config.get("attention_bias") or config.get("mlp_bias"):
         raise UserError("format=gguf must be given for a draft model without biases, got one with them")

@@ -1,4 +1,4 @@
-"""Layouts of other programs: which tensors and fields they have, as data, and the check that a folder has exactly those.
+"""Layouts of other programs: which tensors they have, as data, and the check that a folder has exactly those.
 
 A loader that skips what it does not know turns a renamed tensor or a missing flag into low acceptance, not into an
 error. So every name and every shape is checked here, when a layout is written and when it is read.
@@ -14,7 +14,7 @@ from torch import Tensor
 from distill.errors import UserError
 
 Sizes = Mapping[str, int]
-"""Shape letters -> numbers: D hidden, A and K width of queries and keys, I feed-forward, T taps, V and W vocabularies."""
+"""Shape letters -> numbers: D hidden, A and K width of queries and keys, I feed-forward, T taps, V, W vocabularies."""
 
 
 @dataclass(frozen=True)

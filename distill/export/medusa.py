@@ -35,8 +35,8 @@ def _checked(native: Native, format_name: str) -> Native:
         )
     if flags["head"] == "pruned":
         raise UserError(
-            f"format={format_name} must have drafter.head=shared or own for medusa, got pruned: there is no place for a "
-            "shorter vocabulary; train with another head, or use format=native"
+            f"format={format_name} must have drafter.head=shared or own for medusa, got pruned: there is no place "
+            "for a shorter vocabulary; train with another head, or use format=native"
         )
     return Native(
         drafter=native.drafter,
@@ -48,7 +48,7 @@ def _checked(native: Native, format_name: str) -> Native:
 
 
 def medusa_vllm(native: Native, lend: Lend) -> Foreign:
-    """vLLM's layout; a shared head is written once, as the target has it.
+    """VLLM's layout; a shared head is written once, as the target has it.
 
     No further field may have "num" and "heads", or "num" and "layers", in its name: vLLM renames all of those.
     """

@@ -101,7 +101,9 @@ def weight_files(path: Path) -> tuple[Path, ...]:
         files = [path / str(name) for name in named]
         missing = [file.name for file in files if not file.is_file() or file.parent != path]
         if missing or not files:
-            raise UserError(f"{path} must hold every file its index names, got it without {', '.join(missing) or 'any'}")
+            raise UserError(
+                f"{path} must hold every file its index names, got it without {', '.join(missing) or 'any'}"
+            )
         return tuple(files)
     for name in (*SAFE, *PICKLED):
         if (path / name).is_file():
@@ -125,7 +127,9 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
             header = json.loads(stream.read(size))
         return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
-        raise UserError(f"{file} must be a whole safetensors file, got a damaged one ({error}); copy it again") from error
+        raise UserError(
+            f"{file} must be a whole safetensors file, got a damaged one ({error}); copy it again"
+        ) from error
 
 
 def tensors_in(file: Path) -> dict[str, Tensor]:

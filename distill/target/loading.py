@@ -57,7 +57,7 @@ def load_target(config: TargetConfig) -> Target:
             attention=None if config.attention == "auto" else config.attention,
         )
     else:
-        target = _from_folder(_folder(config), config, device)
+        target = _from_folder(target_folder(config), config, device)
     if config.verify:
         verify(target)
     return target
@@ -122,8 +122,12 @@ def choose_device(name: str) -> torch.device:
     return device
 
 
-def _folder(config: TargetConfig) -> Path:
-    """Return the local folder of the model, downloading it first where ``config.name`` is a hub name."""
+def target_folder(config: TargetConfig) -> Path:
+    """Return the local folder of the model, downloading it first where ``config.name`` is a hub name.
+
+    Raises:
+        UserError: no such name, no network, or no permission.
+    """
     if config.name == "smollm2":
         return smollm2_folder()
     folder = Path(config.name).expanduser()

@@ -320,7 +320,9 @@ def test_a_foreign_medusa_says_what_its_equations_say(tmp_path, prefix, bias):
     with pytest.warns(UserWarning, match="is a pickle; only its tensors are read"):
         drafter, notes = adopt(folder, TARGET)
     assert (notes == ["blocks without biases: zeros"]) is not bias
-    tensors = {k.removeprefix(prefix): v for k, v in torch.load(folder / "medusa_lm_head.pt", weights_only=True).items()}
+    tensors = {
+        k.removeprefix(prefix): v for k, v in torch.load(folder / "medusa_lm_head.pt", weights_only=True).items()
+    }
     x = torch.randn(1, 1, 16, generator=torch.Generator().manual_seed(2))
     for i, head in enumerate(drafter.heads):
         inner = x @ tensors[f"{i}.0.linear.weight"].T + (tensors[f"{i}.0.linear.bias"] if bias else 0)
@@ -336,7 +338,10 @@ class Bomb:
 def test_a_pickle_with_more_than_tensors_is_refused_before_anything_runs(tmp_path):
     folder = by_hand_medusa(tmp_path)
     (folder / "medusa_lm_head.pt").write_bytes(pickle.dumps({"0.0.linear.weight": Bomb()}))
-    with pytest.raises(UserError, match="must hold tensors and nothing else"), pytest.warns(UserWarning, match="pickle"):
+    with (
+        pytest.raises(UserError, match="must hold tensors and nothing else"),
+        pytest.warns(UserWarning, match="pickle"),
+    ):
         adopt(folder, TARGET)
     assert not Path("/tmp/never-written-by-a-checkpoint").exists()
 

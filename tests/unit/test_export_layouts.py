@@ -1,14 +1,20 @@
-"""Layouts of engines: names and shapes against lists written by hand for real sizes, flags, refusals, launch commands."""
+"""Layouts of engines: names and shapes against lists written by hand for real sizes, flags, refusals, commands."""
 
 import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from distill.errors import UserError
-from distill.export.convert import FORMATS, convert, format_of, names
-from distill.export.eagle import eagle1_sglang, eagle1_vllm, eagle3_openvino, eagle3_sglang, eagle3_speculators, eagle3_vllm
+from distill.export.convert import FORMATS, format_of, names
+from distill.export.eagle import (
+    eagle1_sglang,
+    eagle1_vllm,
+    eagle3_openvino,
+    eagle3_sglang,
+    eagle3_speculators,
+    eagle3_vllm,
+)
 from distill.export.fields import rope_fields, rope_of
 from distill.export.layout import Native
 from distill.export.medusa import medusa_original, medusa_vllm
@@ -132,9 +138,7 @@ def eagle3(size="8B", **flags) -> Native:
     if flags["fc_norm"]:
         tensors |= {f"fc_norm.{i}.weight": meta(s["D"]) for i in range(3)}
     n = s["layers"]
-    return Native(
-        drafter="eagle3", flags=flags, target=target_of(size), taps=(2, n // 2, n - 3), tensors=tensors
-    )
+    return Native(drafter="eagle3", flags=flags, target=target_of(size), taps=(2, n // 2, n - 3), tensors=tensors)
 
 
 def eagle1(layers=1, fc_bias=False) -> Native:
@@ -321,7 +325,9 @@ def test_an_old_kind_of_scaling_name():
 def test_unknown_formats_and_drafters_that_do_not_fit():
     with pytest.raises(UserError, match="format must be one of native, vllm, .*Did you mean 'vllm'"):
         format_of("vlm", "eagle3")
-    with pytest.raises(UserError, match="format=speculators must be given for one of eagle3, got medusa; .*native, vllm"):
+    with pytest.raises(
+        UserError, match="format=speculators must be given for one of eagle3, got medusa; .*native, vllm"
+    ):
         format_of("speculators", "medusa")
     with pytest.raises(UserError, match="got hydra; it can be written as native$"):
         format_of("vllm", "hydra")
