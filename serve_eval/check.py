@@ -31,6 +31,7 @@ from serve_eval.measure import encode, opening
 from serve_eval.prompts import load_prompts
 
 SCHEMA_VERSION = 1
+BATCH = 16
 
 
 @dataclass(kw_only=True)
@@ -148,9 +149,10 @@ def compare(
     plain = chosen.run(folder, None, "none", prompts, **options)
     drafted = chosen.run(folder, Path(config.folder or ""), method, prompts, **options)
     decoder = Decoder(drafter.target, drafter, plan=Chain(config.length))
-    steps = [
-        step for p in prompts for g in decoder.generate([p], max_new_tokens=config.max_new_tokens) for step in g.steps
-    ]
+    # A batch's rows do not see each other, so how many there are changes only the time.
+    batches = [prompts[start : start + BATCH] for start in range(0, len(prompts), BATCH)]
+    done = [g for batch in batches for g in decoder.generate(batch, max_new_tokens=config.max_new_tokens)]
+    steps = [step for generation in done for step in generation.steps]
     ours, theirs, count = figures(steps, drafted, length=config.length)
     same = sum(a == b for a, b in zip(plain.ids, drafted.ids, strict=True))
     close = all(abs(a - b) <= config.tolerance for a, b in zip(ours, theirs, strict=True))
