@@ -92,9 +92,10 @@ class Engine(ABC):
         self.environment.require()
         with tempfile.TemporaryDirectory(prefix=f"draftsmith-{self.name}-") as name:
             work = Path(name)
+            ready = self.prepare_target(target, dtype)
             job = {
-                "target": str(self.prepare_target(target, dtype)),
-                "draft": None if draft is None else str(self.prepare_draft(draft, method, dtype, work)),
+                "target": str(ready),
+                "draft": None if draft is None else str(self.prepare_draft(draft, method, ready, dtype, work)),
                 "method": method,
                 "prompts": [list(prompt) for prompt in prompts],
                 "max_new_tokens": max_new_tokens,
@@ -108,8 +109,16 @@ class Engine(ABC):
         """What the engine loads as target."""
         return target
 
-    def prepare_draft(self, draft: Path, method: Method, dtype: Dtype, work: Path) -> Path:
-        """What the engine loads as drafter; ``work`` is a folder that is deleted after the run."""
+    def prepare_draft(self, draft: Path, method: Method, target: Path, dtype: Dtype, work: Path) -> Path:
+        """What the engine loads as drafter.
+
+        Args:
+            draft: the export.
+            method: kind of drafter.
+            target: what ``prepare_target`` returned.
+            dtype: of the run.
+            work: a folder that is deleted after the run.
+        """
         return draft
 
     def converted(self, target: Path, kind: str, build: Callable[[Path], None]) -> Path:

@@ -29,7 +29,7 @@ class LlamaCpp(Engine):
         folder = self.converted(target, dtype, lambda out: write_target(target, out / "target.gguf", dtype=weights))
         return folder / "target.gguf"
 
-    def prepare_draft(self, draft: Path, method: Method, dtype: Dtype, work: Path) -> Path:
+    def prepare_draft(self, draft: Path, method: Method, target: Path, dtype: Dtype, work: Path) -> Path:
         """The one GGUF file in the folder."""
         files = sorted(draft.glob("*.gguf")) if draft.is_dir() else [draft]
         if len(files) != 1 or not files[0].is_file():

@@ -41,9 +41,9 @@ class OpenVino(Engine):
 
     def prepare_target(self, target: Path, dtype: Dtype) -> Path:
         """The target's graph, converted once."""
-        return self.converted(target, WEIGHTS[dtype], lambda out: self._convert(target, out, dtype))
+        return self.converted(target, WEIGHTS[dtype], lambda out: self._convert(target, out, dtype, tokenizer=True))
 
-    def prepare_draft(self, draft: Path, method: Method, dtype: Dtype, work: Path) -> Path:
+    def prepare_draft(self, draft: Path, method: Method, target: Path, dtype: Dtype, work: Path) -> Path:
         """The drafter's graph, with the layers it reads written into it; a graph is taken as it is."""
         if (draft / "openvino_model.xml").is_file():
             return draft
@@ -59,12 +59,17 @@ class OpenVino(Engine):
         out = work / "draft"
         out.mkdir()
         self._convert(draft, out, dtype, layers=layers)
+        # Two models want equal tokenizers beside them, although ids go in and out; the converter makes one up.
+        for path in out.glob("*tokenizer*"):
+            path.unlink()
+        for path in target.glob("*tokenizer*"):
+            (out / path.name).symlink_to(path)
         return out
 
-    def _convert(self, source: Path, out: Path, dtype: Dtype, *, layers: str | None = None) -> None:
+    def _convert(self, source: Path, out: Path, dtype: Dtype, *, layers: str | None = None, tokenizer: bool = False) -> None:
         """Run the engine's converter."""
         script = Path(__file__).parent / "workers" / "openvino_convert.py"
-        job = {"source": str(source), "out": str(out), "weights": WEIGHTS[dtype], "layers": layers}
+        job = {"source": str(source), "out": str(out), "weights": WEIGHTS[dtype], "layers": layers, "tokenizer": tokenizer}
         with tempfile.TemporaryDirectory() as work:
             run_worker(
                 [str(self.environment.python), str(script)],

@@ -54,6 +54,7 @@ def parameters(xllamacpp: Any, job: Job) -> Any:
     params.n_gpu_layers = 0
     params.fit_params = False
     params.cache_ram_mib = 0
+    params.flash_attn_type = type(params.flash_attn_type)(0)
     threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     draft = params.speculative.draft
     places = [params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch]

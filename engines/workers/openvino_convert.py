@@ -11,6 +11,7 @@ GRAPH = "openvino_model"
 def run(job: Job) -> dict[str, Any]:
     """Convert, then write the layers that an EAGLE-3 drafter reads into the graph, since the converter drops them."""
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig
 
     out = Path(job["out"])
     main_export(
@@ -18,18 +19,12 @@ def run(job: Job) -> dict[str, Any]:
         output=out,
         task="text-generation-with-past",
         trust_remote_code=job["layers"] is not None,
-        **weights(job["weights"]),
+        convert_tokenizer=job["tokenizer"],
+        ov_config=OVConfig(dtype=job["weights"]),
     )
     if job["layers"] is not None:
         _write_layers(out, job["layers"])
     return {"files": sorted(path.name for path in out.iterdir())}
-
-
-def weights(kind: str) -> dict[str, Any]:
-    """Arguments that store weights as ``kind``."""
-    from optimum.intel import OVConfig
-
-    return {"ov_config": OVConfig(dtype=kind)}
 
 
 def _write_layers(out: Path, layers: str) -> None:
