@@ -114,9 +114,9 @@ class Static:
         return all(path[-1] == 0 or (*path[:-1], path[-1] - 1) in known for path in known)
 
     @cached_property
-    def highest(self) -> int:
-        """Highest rank of any child."""
-        return max(path[-1] for path in self.paths)
+    def lowest(self) -> int:
+        """Lowest rank of a child of the root."""
+        return min(path[0] for path in self.paths)
 
     @cached_property
     def children(self) -> tuple[int, ...]:

@@ -5,6 +5,7 @@ starts its decode window when the first token has reached the host, so prefill i
 """
 
 import contextlib
+import ctypes
 import gc
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -276,7 +277,7 @@ class PeakMemory:
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
-        gc.collect()  # garbage that falls later would lower every peak below the base
+        _tidy()  # garbage that falls later, or free memory that is used again, would hide a peak
         self._base = torch.cuda.memory_allocated(device) if self._device.type == "cuda" else _status("VmRSS")
 
     def start(self) -> None:
@@ -296,6 +297,13 @@ class PeakMemory:
         cuda = self._device.type == "cuda"
         peak = torch.cuda.max_memory_allocated(self._device) if cuda else _status("VmHWM")
         return None if peak is None else max(peak - self._base, 0)
+
+
+def _tidy() -> None:
+    """Free what nobody holds, and give free memory back to the system, where the C library can."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _status(key: str) -> int | None:

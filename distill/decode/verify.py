@@ -108,10 +108,10 @@ def _check(verifier: str, rule: Rule, drafter: Any, plan: Plan) -> None:
             "tree.depth (chain: tree.length; static: leave out the deeper tree.paths)"
         )
     width = drafter.target.info.vocab_size if drafter.vocab is None else drafter.vocab.size
-    if isinstance(plan, Static) and plan.highest >= width:
+    if isinstance(plan, Static) and plan.lowest >= width:
         raise UserError(
-            f"tree.paths must hold ranks below the {width} tokens that drafter {drafter.name!r} chooses from, got "
-            f"{plan.highest}"
+            f"tree.paths must begin with a rank below the {width} tokens that drafter {drafter.name!r} chooses from, "
+            f"got {plan.lowest}, so that nothing would be drafted"
         )
     if isinstance(plan, Dynamic) and not drafter.soft:
         raise UserError(

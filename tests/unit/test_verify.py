@@ -152,8 +152,8 @@ def test_without_a_drafter_the_target_samples_for_itself(verifier):
         ("rejection", "auto", {"drafter": drafter(soft=False)}, "gives a distribution, got 'some', .* deterministic"),
         ("match", "coupled", {"drafter": drafter(soft=False)}, "must be auto or topk for drafter 'some'"),
         ("match", "auto", {"drafter": drafter(max_depth=2)}, "tree depth must be at most 2 for drafter 'some', got 3"),
-        ("match", "auto", {"plan": Static(((0,), (50,)))}, "ranks below the 50 tokens that drafter 'some' .*, got 50"),
-        ("match", "auto", {"plan": Static(((9,),)), "drafter": drafter(width=9)}, "ranks below the 9 tokens .*, got 9"),
+        ("match", "auto", {"plan": Static(((60,), (50,)))}, "below the 50 tokens that drafter 'some' .*, got 50"),
+        ("match", "auto", {"plan": Static(((9,),)), "drafter": drafter(width=9)}, "below the 9 tokens .*, got 9"),
     ],
 )
 def test_refusals_say_why(verifier, candidates, given, says):
