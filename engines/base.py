@@ -50,11 +50,13 @@ class Engine(ABC):
         environment: what is installed for it, and where.
         formats: for every method it knows, the export formats it can read.
         variables: environment variables of its worker; the user's own values go first.
+        complaint: how its log tells of an error, where that says more than the exception; see ``last_words``.
     """
 
     environment: ClassVar[Environment]
     formats: ClassVar[Mapping[Method, tuple[str, ...]]]
     variables: ClassVar[Mapping[str, str]] = {}
+    complaint: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -158,6 +160,7 @@ class Engine(ABC):
             variables=self.variables,
             timeout_s=timeout_s,
             keep_log=self.environment.folder / "last-failure.log",
+            complaint=self.complaint,
         )
 
     def _check(

@@ -105,7 +105,8 @@ class Environment:
             try:
                 make_folder(self.folder)
                 (self.folder / "installed.json").unlink(missing_ok=True)
-                shutil.rmtree(self.folder / "venv", ignore_errors=True)
+                for stale in ("venv", "models"):  # another version may convert otherwise
+                    shutil.rmtree(self.folder / stale, ignore_errors=True)
                 self._install(say)
             except OSError as error:
                 raise unwritable(self.folder, error) from error

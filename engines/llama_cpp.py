@@ -22,6 +22,7 @@ class LlamaCpp(Engine):
         size="130 MB",
     )
     formats: ClassVar[Mapping[Method, tuple[str, ...]]] = {"eagle3": ("gguf",), "draft_model": ("gguf",)}
+    complaint: ClassVar[str] = r"[\d.]+ E (.+)"
 
     def prepare_target(self, target: Path, dtype: Dtype) -> Path:
         """The target as a GGUF file; a drafter's export takes its vocabulary from there."""

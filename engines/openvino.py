@@ -47,6 +47,8 @@ class OpenVino(Engine):
         """The drafter's graph, with the layers it reads written into it; a graph is taken as it is."""
         if (draft / "openvino_model.xml").is_file():
             return draft
+        if code := sorted(path.name for path in draft.glob("*.py")):
+            raise UserError(f"engine openvino must be given a folder without code, got {code[0]} in {draft}; remove it")
         layers = None
         if method == "eagle3":
             try:
@@ -66,10 +68,18 @@ class OpenVino(Engine):
             (out / path.name).symlink_to(path)
         return out
 
-    def _convert(self, source: Path, out: Path, dtype: Dtype, *, layers: str | None = None, tokenizer: bool = False) -> None:
+    def _convert(
+        self, source: Path, out: Path, dtype: Dtype, *, layers: str | None = None, tokenizer: bool = False
+    ) -> None:
         """Run the engine's converter."""
         script = Path(__file__).parent / "workers" / "openvino_convert.py"
-        job = {"source": str(source), "out": str(out), "weights": WEIGHTS[dtype], "layers": layers, "tokenizer": tokenizer}
+        job = {
+            "source": str(source),
+            "out": str(out),
+            "weights": WEIGHTS[dtype],
+            "layers": layers,
+            "tokenizer": tokenizer,
+        }
         with tempfile.TemporaryDirectory() as work:
             run_worker(
                 [str(self.environment.python), str(script)],

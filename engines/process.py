@@ -31,6 +31,7 @@ def run_worker(
     variables: Mapping[str, str],
     timeout_s: float,
     keep_log: Path,
+    complaint: str = "",
 ) -> dict[str, Any]:
     """Run ``command job.json answer.json`` and return the answer.
 
@@ -42,6 +43,7 @@ def run_worker(
         variables: environment variables that the user's own go before.
         timeout_s: seconds until it is stopped.
         keep_log: where the whole output goes when it fails.
+        complaint: as for ``last_words``.
 
     Raises:
         UserError: it could not be started, failed, took too long or wrote no answer; with the last thing it said.
@@ -64,7 +66,7 @@ def run_worker(
             fault = f"a {type(content).__name__} as answer"
     with contextlib.suppress(OSError):
         shutil.copyfile(log, keep_log)
-    said = last_words(log.read_text(encoding="utf-8", errors="replace"))
+    said = last_words(log.read_text(encoding="utf-8", errors="replace"), complaint)
     raise UserError(f"engine {name} must finish its job, got {fault}: {said}; the whole output is in {keep_log}")
 
 
@@ -100,8 +102,16 @@ def _run(command: Sequence[str], log: Path, environment: Mapping[str, str], time
     return f"exit code {code}" if code else ""
 
 
-def last_words(output: str) -> str:
-    """The line of a program's output that says best why it failed: the last exception, else the last line."""
+def last_words(output: str, complaint: str = "") -> str:
+    """The line of a program's output that says best why it failed.
+
+    Args:
+        output: everything it said.
+        complaint: pattern of the lines in which an engine's own log tells of an error, its group being the error: the
+            first one is the cause. Without such a line it is the last exception, else the last line.
+    """
     lines = [line.strip() for line in output.splitlines() if line.strip()]
+    if complaint and (found := next(filter(None, (re.match(complaint, line) for line in lines)), None)):
+        return found[1][:TAIL]
     raised = [line for line in lines if RAISED.match(line)]
     return (raised or lines or ["it said nothing"])[-1][:TAIL]

@@ -9,8 +9,8 @@ from typing import Any
 from worker import Job, serve
 
 METHODS = {"eagle3": "DRAFT_EAGLE3", "draft_model": "DRAFT_SIMPLE"}
-EXACT = 0
-"""ggml's number of 32-bit floats."""
+F32, OFF = 0, 0
+"""llama.cpp's numbers for 32-bit floats and for no flash attention."""
 
 
 def run(job: Job) -> dict[str, Any]:
@@ -54,15 +54,15 @@ def parameters(xllamacpp: Any, job: Job) -> Any:
     params.n_gpu_layers = 0
     params.fit_params = False
     params.cache_ram_mib = 0
-    params.flash_attn_type = type(params.flash_attn_type)(0)
     threads = int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count() or 1)
     draft = params.speculative.draft
     places = [params.cpuparams, params.cpuparams_batch, draft.cpuparams, draft.cpuparams_batch]
     for place in places:
         place.n_threads = threads
     if job["dtype"] == "float32":
-        kind = type(params.cache_type_k)(EXACT)
-        params.cache_type_k = params.cache_type_v = draft.cache_type_k = draft.cache_type_v = kind
+        # Its flash attention rounds when several rows are verified at once, and drafted text leaves the plain one.
+        params.flash_attn_type = OFF
+        params.cache_type_k = params.cache_type_v = draft.cache_type_k = draft.cache_type_v = F32
     if job["draft"] is not None:
         kinds = xllamacpp.common_speculative_type
         params.speculative.types = [getattr(kinds, f"COMMON_SPECULATIVE_TYPE_{METHODS[job['method']]}")]

@@ -210,6 +210,13 @@ def test_last_words(output, words):
     assert last_words(output) == words
 
 
+def test_an_engines_own_complaint_goes_before_the_exception():
+    complaint = engines.engine("llama_cpp").complaint
+    log = "0.1.2 I loading\n0.1.3 E load: invalid magic\n0.1.4 E init: exiting\nRuntimeError: check the parameters\n"
+    assert last_words(log, complaint) == "load: invalid magic"
+    assert last_words("0.1.2 I fine\nRuntimeError: other\n", complaint) == "RuntimeError: other"
+
+
 # ------------------------------------------------------------------------------------------------------ engines
 class Pretend(Engine):
     """An engine that is always installed and answers what it is told to."""
