@@ -47,7 +47,7 @@ _READS = {
 
 
 def _usual(option: Field[Any]) -> Any:
-    return option.default if option.default is not MISSING else option.default_factory()  # type: ignore[misc]
+    return option.default if option.default_factory is MISSING else option.default_factory()
 
 
 @dataclass(kw_only=True)

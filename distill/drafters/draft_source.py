@@ -109,7 +109,7 @@ def _downloaded(config: Any, target: Target) -> Any:
         hf_config = AutoConfig.from_pretrained(path)
         options = {} if config.tie is None else {"tie_word_embeddings": config.tie}
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
-        lm, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             path,
             dtype=dtype,
             use_safetensors=True,
@@ -124,6 +124,7 @@ def _downloaded(config: Any, target: Target) -> Any:
         raise UserError(
             f"drafter.path must be a local folder or the hub name of a causal LM, got {path!r}: {first_line(error)}"
         ) from error
+    lm, report = loaded
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
         raise UserError(f"drafter.path must hold every weight of its model, got {path} without {missing}")
