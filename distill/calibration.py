@@ -15,6 +15,7 @@ from typing import Any
 from distill.errors import UserError
 
 SCHEMA_VERSION = 1
+MOST_SCALE = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,8 +127,12 @@ def _check(choices: Choices) -> None:
         raise ValueError("depths of different ranks")
     if not all(isinstance(count, int) and count >= 0 for count in itertools.chain(counts, *hits)):
         raise ValueError("counts that are none")
-    if not all(0 < scale < math.inf for scale in scales):
-        raise ValueError("scales that are not above 0")
+    if any(sum(row) > count for row, count in zip(hits, counts, strict=True)):
+        raise ValueError("more hits than positions")
+    if any(later > sooner for sooner, later in itertools.pairwise(counts)) or not counts[-1]:
+        raise ValueError("depths without a position")
+    if not all(1 / MOST_SCALE <= scale <= MOST_SCALE for scale in scales):
+        raise ValueError(f"scales that are not within 1/{MOST_SCALE} and {MOST_SCALE}")
 
 
 def needed(calibration: Calibration | None) -> Calibration:

@@ -24,9 +24,9 @@ def drafter_class(name: str) -> type:
     Raises:
         UserError: unknown name; the message lists the choices.
     """
-    if name not in DRAFTERS:
+    if not isinstance(name, str) or name not in DRAFTERS:
         raise UserError(
-            f"drafter must be one of {', '.join(sorted(DRAFTERS))}, got {name!r}.{did_you_mean(name, DRAFTERS)}"
+            f"drafter must be one of {', '.join(sorted(DRAFTERS))}, got {name!r}.{did_you_mean(str(name), DRAFTERS)}"
         )
     module, _, cls = DRAFTERS[name].partition(":")
     return getattr(importlib.import_module(module), cls)

@@ -4,9 +4,9 @@ A chain is a tree with one child per node; plain autoregressive decoding propose
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +37,19 @@ def geometry(parents_BN: Tensor, max_depth: int) -> tuple[Tensor, Tensor]:
     return ancestors, ancestors.sum(-1) - 1
 
 
+_READS = {
+    "chain": {"length"},
+    "static": {"paths"},
+    "calibrated": {"depth", "top_k", "total"},
+    "dynamic": {"depth", "top_k", "total"},
+}
+"""What the plans' names go with."""
+
+
+def _usual(option: Field[Any]) -> Any:
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
 @dataclass(kw_only=True)
 class PlanConfig:
     """Shape of the proposal."""
@@ -54,11 +67,22 @@ class PlanConfig:
     total: int = opt(12, "dynamic, calibrated: nodes verified per round, the root included")
     paths: list[list[int]] = opt([], "static: ranks from the root, e.g. [[0],[1],[0,0]]; prefixes must be there")
 
+    def __post_init__(self) -> None:
+        """Refuse sizes that this kind of plan does not read."""
+        for option in fields(PlanConfig) if self.name in _READS else ():  # an unknown name is told elsewhere
+            value = getattr(self, option.name)
+            if option.name not in {"name", *_READS[self.name]} and value != _usual(option):
+                raise UserError(
+                    f"tree.{option.name} must be left alone with tree={self.name}, which has no such size, got {value}"
+                )
+
 
 MOST_FED = 4096
 """Nodes a drafter may be asked to continue in one round; more is a slip, and would only exhaust the memory."""
 
 
+LONGEST = 512
+"""Of a chain: its nodes' paths are as long as it is deep."""
 USUAL_DEPTH = 4
 
 
@@ -167,8 +191,8 @@ def _levels(nodes: list[tuple[int, ...]], known: dict[tuple[int, ...], int]):
 
 def Chain(length: int) -> Static:  # noqa: N802 - a plan, named like the other two
     """A chain of ``length`` drafted tokens."""
-    if length < 1:
-        raise UserError(f"tree.length must be >= 1, got {length}")
+    if not 1 <= length <= LONGEST:
+        raise UserError(f"tree.length must be >= 1 and at most {LONGEST}, got {length}")
     return Static(tuple((0,) * d for d in range(1, length + 1)), name="chain")
 
 

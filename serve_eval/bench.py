@@ -27,6 +27,7 @@ from distill.export import collect, resolve_checkpoint
 from distill.export.format import read_config
 from distill.sampling import Sampling
 from distill.target import Target, TargetConfig
+from distill.target.step_ops import why_not
 from distill.tree import PlanConfig
 from serve_eval import report, stats
 from serve_eval.arms import Arm, DecoderArm, PeakMemory
@@ -146,10 +147,11 @@ def run(config: Config, *, quiet: bool = False) -> BenchResult:
             torch.set_num_threads(choose_threads(partial(probe, decoders[0].decoder.model)))
         arms: list[Arm] = [*decoders]
         arms += transformers_arms(config, pair, decoders)
+        common = _common(config, pair)  # what is wrong with the checkpoint's own record shows before anything runs
         records = _measure(config, pair.target, prompts, arms, out)
         with_costs = config.cost and config.max_new_tokens > 1
         costs = _costs(config, pair.target, prompts, decoders, records) if with_costs else None
-        rows = make_rows(records, arms, seed=config.seed, common=_common(config, pair))
+        rows = make_rows(records, arms, seed=config.seed, common=common)
     if costs is not None:
         write_costs(out / COSTS, costs)
     else:  # an earlier benchmark's costs do not belong to these results
@@ -251,7 +253,7 @@ def _common(config: Config, pair: Pair) -> dict[str, Any]:
             "batch_size": 1,
             "engine": config.engine,
             # Whoever compares two results must see whether the kernels and the fused step were really used.
-            "kernels": kernels.why_not() or "used",
+            "kernels": kernels.why_not() or why_not(target.info.head_dim) or "used",
             "fused": (target.fast.reason or "used") if config.engine == "fast" else "not asked for",
             "dtype": str(target.dtype).removeprefix("torch."),
             "device": str(target.device),

@@ -37,9 +37,9 @@ class Config:
     chat: bool = opt(True, "put prompts through the chat template; false feeds plain text (base models)")
 
     def __post_init__(self) -> None:
-        for name in ("depth", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, least in (("depth", 1), ("max_new_tokens", 2)):
+            if getattr(self, name) < least:
+                raise UserError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def run(config: Config, *, console: Console | None = None) -> Calibration:
@@ -62,6 +62,11 @@ def run(config: Config, *, console: Console | None = None) -> Calibration:
         seed=config.seed,
         engine=config.engine,
     )
+    if not found.greedy.count_D or not found.coupled.count_D:
+        raise UserError(
+            "the target must answer with at least two tokens somewhere, got shorter answers only; raise "
+            "max_new_tokens or choose other prompts"
+        )
     where = save_calibration(config.checkpoint, found)
     console = console or Console(soft_wrap=True)
     for name, choices in (("greedy", found.greedy), ("temperature 1, coupled", found.coupled)):

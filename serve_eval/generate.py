@@ -63,6 +63,11 @@ def run(config: Config, *, console: Console | None = None) -> Generation:
     target, plan = pair.target, None
     if pair.drafter is not None:
         plan = plan_for(pair.drafter, config.tree, sampling)
+    elif config.tree != PlanConfig() or config.verifier != "match" or config.candidates != "auto":
+        raise UserError(
+            "tree, verify and candidates must be left alone without a drafter, which they are about; pass "
+            "checkpoint=DIR or drafter=prompt_lookup"
+        )
     messages = [{"role": "system", "content": config.system}] if config.system else []
     messages.append({"role": "user", "content": config.prompt})
     prompt = encode(target, messages, chat=config.chat)

@@ -188,14 +188,12 @@ def _within(drafter: Drafter, tree: PlanConfig) -> PlanConfig | None:
         return None
     if drafter.max_depth is None:
         return tree
+    if tree.name == "chain":
+        return replace(tree, length=min(tree.length, drafter.max_depth))
+    if tree.name == "static":
+        return replace(tree, paths=[path for path in tree.paths if len(path) <= drafter.max_depth])
     depth, k = min(tree.depth or USUAL_DEPTH, drafter.max_depth), tree.top_k
-    return replace(
-        tree,
-        length=min(tree.length, drafter.max_depth),
-        paths=[path for path in tree.paths if len(path) <= drafter.max_depth],
-        depth=depth,
-        total=min(tree.total, 1 + k + (depth - 1) * k * k),
-    )
+    return replace(tree, depth=depth, total=min(tree.total, 1 + k + (depth - 1) * k * k))
 
 
 def _outputs(

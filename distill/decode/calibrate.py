@@ -38,9 +38,12 @@ def calibrate(
         max_new_tokens: length of the continuations.
         seed: keys the noise.
         engine: of the target.
+
+    Returns:
+        What was counted; without any depth where every continuation was too short.
     """
     assert not drafter.training, "calibrate a drafter as it will be used"
-    depth = min(depth, drafter.max_depth or depth)
+    depth = max(1, min(depth, drafter.max_depth or depth, max_new_tokens - 1))
     found = [
         _choices(drafter, prompts, Sampling(temperature=t, seed=seed), depth, max_new_tokens, engine)
         for t in (0.0, 1.0)
@@ -133,11 +136,12 @@ class _Tally:
             self.cost_DS[depth, index] += float(cost_N.double().sum())
 
     def choices(self) -> Choices:
-        """The counts, and for every depth the likeliest scale."""
+        """The counts, and for every depth the likeliest scale; depths that no text reached are left out."""
+        seen = int((self.count_D > 0).sum())
         return Choices(
-            hits_DR=self.hits_DR.tolist(),
-            count_D=self.count_D.tolist(),
-            scale_D=[_lowest(costs) for costs in self.cost_DS.tolist()],
+            hits_DR=self.hits_DR[:seen].tolist(),
+            count_D=self.count_D[:seen].tolist(),
+            scale_D=[_lowest(costs) for costs in self.cost_DS[:seen].tolist()],
         )
 
 

@@ -35,7 +35,7 @@ def check(config: Any) -> None:
         UserError: one is out of its range, or given without an adapter.
     """
     checks = {
-        "lora_rank must not be negative": config.lora_rank >= 0,
+        "lora_rank must lie between 0 and 4096": 0 <= config.lora_rank <= 4096,
         "lora_alpha must be above 0": config.lora_alpha > 0,
         "adapter_lr must be above 0 and finite": 0 < config.adapter_lr < math.inf,
         "adapter_warmup must lie in [0, 1]": 0 <= config.adapter_warmup <= 1,

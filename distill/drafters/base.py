@@ -15,11 +15,27 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from distill.calibration import Calibration
+from distill.errors import UserError
 from distill.kv_cache import KVCache
 from distill.packed import Packing
 from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
+
+MOST_LAYERS, WIDEST = 1000, 2**18
+"""Bounds on what a drafter may be asked to be: past them it is a slip, and building it would take the machine."""
+
+
+def check_sizes(config: Any, *names: str) -> None:
+    """Refuse counts and widths that cannot be meant.
+
+    Raises:
+        UserError: one is too large.
+    """
+    for name in names:
+        value, most = getattr(config, name), WIDEST if name.endswith("_size") else MOST_LAYERS
+        if value is not None and value > most:
+            raise UserError(f"drafter.{name} must be at most {most}, got {value}")
 
 
 @dataclass(kw_only=True)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.config import opt
+from distill.drafters.base import check_sizes
 from distill.drafters.cached import CachedDrafter
 from distill.drafters.draft_source import build_lm
 from distill.drafters.on_policy import places, rewrite
@@ -61,13 +62,20 @@ class DraftModelConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"drafter.{name} must be >= 1, got {value}")
+        check_sizes(self, "n_layers", "hidden_size", "intermediate_size", "n_heads", "n_kv_heads")
+        if self.on_policy == 0 and self.on_policy_tokens != 64:
+            raise UserError(
+                f"drafter.on_policy_tokens must be 64 with drafter.on_policy=0, where it changes nothing, got "
+                f"{self.on_policy_tokens}"
+            )
         if not 0 <= self.on_policy <= 1:
             raise UserError(f"drafter.on_policy must be in [0, 1], got {self.on_policy}")
         for source, names in _ONLY.items():
             given = [name for name in names if getattr(self, name) is not None]
             if given and source != self.source:
                 raise UserError(
-                    f"drafter.{given[0]} must be null with drafter.source={self.source}; use source={source}"
+                    f"drafter.{given[0]} must be null with drafter.source={self.source}, got "
+                    f"{getattr(self, given[0])}; use source={source}"
                 )
         sizes = [name for name in ("n_layers", "hidden_size", "intermediate_size") if getattr(self, name) is not None]
         if self.source == "checkpoint" and (sizes or self.path is None):
@@ -227,6 +235,11 @@ class DraftModel(CachedDrafter):
                     ancestors_BFM=seen_B1M,
                 )
                 chances_BV = self.step(state, frontier)[:, 0].float().softmax(-1)
+                if not bool(chances_BV.isfinite().all()):
+                    raise UserError(
+                        "the draft model must give finite logits to write its own text, got others; start a new run "
+                        "with a lower optim.lr or another drafter.path"
+                    )
                 token_B = torch.multinomial(chances_BV, 1)[:, 0]
                 written.append(torch.where(done_B, -1, token_B))
                 done_B = done_B | torch.isin(token_B, ends) | (limit_B <= depth + 1)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from distill.config import first_line
@@ -11,6 +13,9 @@ from distill.drafters.cutting import cut, resized, spread
 from distill.errors import UserError
 from distill.target import Target
 from distill.target.loading import TOKENIZER_FILES
+
+_UNREADABLE = (OSError, ValueError, KeyError, ImportError, SafetensorError, StrictDataclassError)
+"""What transformers raises about a folder that is not what it should be."""
 
 
 def build_lm(config: Any, target: Target) -> Any:
@@ -48,10 +53,18 @@ def build_lm(config: Any, target: Target) -> Any:
     }
     if sizes["num_attention_heads"] % sizes["num_key_value_heads"]:
         raise UserError(
-            f"drafter.n_heads must be a multiple of drafter.n_kv_heads, got {sizes['num_attention_heads']} and "
-            f"{sizes['num_key_value_heads']}"
+            f"drafter.n_kv_heads must divide the {sizes['num_attention_heads']} query heads, got "
+            f"{sizes['num_key_value_heads']}; give drafter.n_heads as well"
         )
-    lm = _random(resized(own, sizes, layers if config.source == "layers" else None), target)
+    try:
+        shape = resized(own, sizes, layers if config.source == "layers" else None)
+    except (StrictDataclassError, ValueError) as error:
+        asked = {name: getattr(config, name) for name in ("hidden_size", "intermediate_size", "n_heads", "n_kv_heads")}
+        given = ", ".join(f"drafter.{name}={value}" for name, value in asked.items() if value is not None)
+        raise UserError(
+            f"a draft model's sizes must make a {own.model_type} model, got {given}: {first_line(error)}"
+        ) from error
+    lm = _random(shape, target)
     if config.source == "layers":
         assert layers is not None
         cut(target.model, lm, layers)
@@ -80,7 +93,7 @@ def _known_config(fields: dict[str, Any], target: Target) -> Any:
         if fields.get("model_type") == own.model_type:
             return type(own).from_dict(dict(fields))
         return AutoConfig.for_model(**fields)
-    except (TypeError, ValueError, KeyError) as error:
+    except (TypeError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"drafter.architecture must be a transformers config with its model_type, got {fields}: "
             f"{first_line(error)}; leave it null, or export the run again"
@@ -89,23 +102,36 @@ def _known_config(fields: dict[str, Any], target: Target) -> Any:
 
 def _downloaded(config: Any, target: Target) -> Any:
     path: str = config.path
+    folder = Path(path)
+    if not path.strip() or (path.startswith(("/", ".", "~")) and not folder.is_dir()):
+        raise UserError(f"drafter.path must be a local folder or a hub name, got {path!r}, which is no folder")
     try:
         hf_config = AutoConfig.from_pretrained(path)
         options = {} if config.tie is None else {"tie_word_embeddings": config.tie}
         dtype = torch.float64 if target.dtype == torch.float64 else torch.float32
-        lm = AutoModelForCausalLM.from_pretrained(
-            path, dtype=dtype, use_safetensors=True, attn_implementation=_attention(hf_config), **options
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            path,
+            dtype=dtype,
+            use_safetensors=True,
+            attn_implementation=_attention(hf_config),
+            output_loading_info=True,
+            **options,
         )
-    except (OSError, ValueError, KeyError, ImportError, RuntimeError) as error:
+        # Without a tokenizer of its own, sizes are all there is to compare (transformers would make one up).
+        own = not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
+        tokenizer = AutoTokenizer.from_pretrained(path) if target.tokenizer is not None and own else None
+    except (*_UNREADABLE, RuntimeError) as error:
         raise UserError(
             f"drafter.path must be a local folder or the hub name of a causal LM, got {path!r}: {first_line(error)}"
         ) from error
-    folder = Path(path)
-    # Without a tokenizer of its own, sizes are all there is to compare (transformers would make one up).
-    if target.tokenizer is not None and (
-        not folder.is_dir() or any((folder / name).is_file() for name in TOKENIZER_FILES)
-    ):
-        _same_ids(AutoTokenizer.from_pretrained(path), target.tokenizer, path=path)
+    lm, report = loaded
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        raise UserError(f"drafter.path must hold every weight of its model, got {path} without {missing}")
+    if lm.config.tie_word_embeddings and lm.get_output_embeddings().weight is not lm.get_input_embeddings().weight:
+        raise UserError(f"drafter.tie must be null or false for {path}, whose head is not its embedding, got true")
+    if tokenizer is not None:
+        _same_ids(tokenizer, target.tokenizer, path=path)
     return lm
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distill import alignment
 from distill.config import opt
+from distill.drafters.base import check_sizes
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, kept, recomputed
 from distill.drafters.fused_step import Angles, FusedLayer, FusedStep, packed, packed_norm
 from distill.drafters.recurrent import Recurrent, block_shape
@@ -55,6 +56,7 @@ class Eagle1Config:
         for name in ("num_layers", "steps"):
             if getattr(self, name) < 1:
                 raise UserError(f"drafter.{name} must be >= 1, got {getattr(self, name)}")
+        check_sizes(self, "num_layers", "steps", "intermediate_size")
         for name in ("feature_weight", "token_weight", "noise"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise UserError(f"drafter.{name} must be a finite number >= 0, got {getattr(self, name)}")
@@ -62,6 +64,10 @@ class Eagle1Config:
             raise UserError("drafter.feature_weight or drafter.token_weight must be above 0, got 0 for both")
         if not 0 < self.step_decay <= 1:
             raise UserError(f"drafter.step_decay must be in (0, 1], got {self.step_decay}")
+        if self.steps == 1 and self.step_decay != 1:
+            raise UserError(
+                f"drafter.step_decay must be 1 with drafter.steps=1, where it changes nothing, got {self.step_decay}"
+            )
         if self.intermediate_size is not None and self.intermediate_size < 1:
             raise UserError(
                 f"drafter.intermediate_size must be >= 1, got {self.intermediate_size}; null takes the target's"

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from distill.config import opt
+from distill.drafters.base import check_sizes
 from distill.drafters.blocks import MLP, Attend, Attention, BlockShape, RMSNorm, kept, recomputed
 from distill.drafters.fused_step import Angles, FusedLayer, FusedStep, packed_norm
 from distill.drafters.recurrent import Recurrent, block_shape
@@ -56,6 +57,7 @@ class Eagle3Config:
             raise UserError(
                 f"drafter.intermediate_size must be >= 1, got {self.intermediate_size}; null takes the target's"
             )
+        check_sizes(self, "ttt_steps", "intermediate_size")
         if not 0 < self.step_decay <= 1:
             raise UserError(f"drafter.step_decay must be in (0, 1], got {self.step_decay}")
         if self.head_init not in ("target", "random"):

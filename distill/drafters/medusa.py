@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from distill.alignment import generated_run
 from distill.config import opt
 from distill.drafters.adapting import Adapting, check
-from distill.drafters.base import DrafterState
+from distill.drafters.base import DrafterState, check_sizes
 from distill.errors import UserError, did_you_mean
 from distill.products import project
 from distill.target import Target, TargetInfo
@@ -53,6 +53,7 @@ class MedusaConfig:
         for name in ("heads", "blocks"):
             if getattr(self, name) < 1:
                 raise UserError(f"drafter.{name} must be >= 1, got {getattr(self, name)}")
+        check_sizes(self, "heads", "blocks")
         if self.head not in HEADS:
             raise UserError(
                 f"drafter.head must be one of {', '.join(HEADS)}, got {self.head!r}.{did_you_mean(self.head, HEADS)}"

@@ -45,7 +45,7 @@ def places(batch: Batch) -> list[Place]:
         if last is None:
             continue
         begin = next((i + 1 for i in reversed(range(start, last)) if not mask[row][i]), start)
-        if begin > start:
+        if begin > start + 1:  # the one token that plain text begins with is no prompt
             found.append(Place(row=row, start=start, begin=begin, end=end))
     return found
 

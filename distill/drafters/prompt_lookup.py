@@ -18,6 +18,8 @@ from distill.target import Target, TargetInfo
 from distill.types import Batch, Frontier, StepPrediction, TargetOutput
 from distill.vocab import DraftVocab
 
+LONGEST = 64
+"""Longest suffix: every length is indexed."""
 RANKS = 8
 """Different continuations that are told apart."""
 
@@ -31,9 +33,9 @@ class PromptLookupConfig:
     min_ngram: int = opt(1, "shortest one")
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_ngram <= self.max_ngram:
+        if not 1 <= self.min_ngram <= self.max_ngram <= LONGEST:
             raise UserError(
-                f"drafter.min_ngram and max_ngram must satisfy 1 <= min <= max, got {self.min_ngram} and "
+                f"drafter.min_ngram and max_ngram must satisfy 1 <= min <= max <= {LONGEST}, got {self.min_ngram} and "
                 f"{self.max_ngram}"
             )
 

@@ -10,6 +10,7 @@ Nothing is guessed on loading: a flag that is missing, a tensor too many, a map 
 target is an error, never a default. Pickles are never read.
 """
 
+import hashlib
 import json
 import shutil
 import warnings
@@ -43,7 +44,7 @@ CONFIG, WEIGHTS, PROVENANCE, CARD = "config.json", "model.safetensors", "provena
 CALIBRATION = "calibration.json"
 KEYS = {
     *("format", "schema_version", "drafter", "config", "tap_convention", "taps", "draft_vocab_size", "dtype"),
-    *("target", "weights_sha256"),
+    *("target", "weights_sha256", "flags_sha256"),
 }
 MAPS = {"vocab.d2t": "d2t", "vocab.t2d": "t2d"}
 """State-dict name -> name in the file, where the two differ."""
@@ -85,6 +86,7 @@ def save_drafter(
         except SafetensorError as error:
             raise unwritable(folder, error) from error
         config = _describe(drafter) | {"weights_sha256": sha256(fresh / WEIGHTS)}
+        config["flags_sha256"] = flags_sha256(config)
         (fresh / CONFIG).write_text(to_json(config), encoding="utf-8")
         (fresh / PROVENANCE).write_text(to_json(record), encoding="utf-8")
         (fresh / CARD).write_text(render(config, record), encoding="utf-8")
@@ -104,6 +106,7 @@ def copy_export(checkpoint: str | Path, out: str | Path, *, overwrite: bool = Fa
     for name in (PROVENANCE, CARD):
         if not (source / name).is_file():
             raise UserError(f"{source} must hold {name}, got a folder without it; export the run again")
+    read_json(source / PROVENANCE)
     with fresh_folder(out, what="export folder") as fresh:
         _check_free(out, overwrite=overwrite)
         extra = [CALIBRATION] if read_calibration(source, read_config(source)) else []
@@ -162,6 +165,12 @@ def read_calibration(folder: Path, config: Mapping) -> Calibration | None:
             f"python -m serve_eval task=calibrate checkpoint={folder}"
         )
     return calibration
+
+
+def flags_sha256(config: Mapping) -> str:
+    """Digest of everything a ``config.json`` says, but for the digest itself."""
+    rest = {name: value for name, value in config.items() if name != "flags_sha256"}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def _describe(drafter: Drafter) -> dict[str, Any]:
@@ -262,6 +271,11 @@ def read_config(folder: Path) -> dict[str, Any]:
         got = config.get("schema_version")
         raise UserError(f"{folder / CONFIG}: schema_version must be {SCHEMA_VERSION}, got {got!r}; update draftsmith")
     _same_names(KEYS, config, f"{folder / CONFIG}: keys")
+    if config["flags_sha256"] != flags_sha256(config):
+        raise UserError(
+            f"{folder / CONFIG} must be the file that was exported, got a changed one: a flag that is not that of the "
+            "training costs acceptance without a word; export the run again"
+        )
     needed = {"name", "n_layers", "hidden_size", "vocab_size", "fingerprint"}
     known = set(config["target"]) if isinstance(config["target"], dict) else set()
     _same_names(needed, known & needed, f"{folder / CONFIG}: keys of target")

@@ -22,10 +22,18 @@ class Heads(NamedTuple):
     dim: int
 
 
+WIDTH = 32
+
+
+def why_not(head_dim: int) -> str | None:
+    """Why our kernels cannot attend; None where they can."""
+    return None if head_dim % WIDTH == 0 else f"not for attention: head width {head_dim} is no multiple of {WIDTH}"
+
+
 def choose_ops(x_BND: Tensor, heads: Heads) -> "type[TorchOps] | type[KernelOps]":
     """The kernels where they can be used for this input."""
     few = x_BND.shape[0] * x_BND.shape[1] <= SKINNY_ROWS
-    fits = few and x_BND.dtype == torch.bfloat16 and x_BND.device.type == "cpu" and heads.dim % 32 == 0
+    fits = few and x_BND.dtype == torch.bfloat16 and x_BND.device.type == "cpu" and why_not(heads.dim) is None
     return KernelOps if fits and kernels.load() is not None else TorchOps
 
 

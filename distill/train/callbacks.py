@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import init_device_mesh
 
+from distill.errors import UserError
 from distill.metrics import accept_by_depth, tau
 from distill.target import Target
 from distill.target.loading import is_sharded, shard_target
@@ -30,6 +31,8 @@ from distill.types import Batch
 
 console = Console(stderr=True)
 
+STARTS, PATIENCE = "train/starts", 50
+"""Positions at which a draft began, over the run; after so many steps without any there will be none."""
 SPENT = ("train/tokens", "train/minutes")
 """What training took: supervised tokens, passes counted, and the time of its steps."""
 
@@ -95,7 +98,14 @@ class LogMetrics(AfterStep):
             return
         seconds = max(time.perf_counter() - self.since, 1e-9)
         speed = self.tokens * trainer.world_size / seconds
-        metrics = module.sums.means("train") | module.step_info | {"speed/tokens_per_s": speed}
+        means = module.sums.means("train")
+        module.metrics[STARTS] = module.metrics.get(STARTS, 0.0) + module.sums.starts
+        if not module.metrics[STARTS] and (step >= PATIENCE or step == plan.max_steps):
+            raise UserError(
+                f"the data must have positions where {module.drafter.name} can begin to draft, got none in {step} "
+                "steps: answers need at least two tokens; look at them with python -m serve_eval task=show-mask"
+            )
+        metrics = means | module.step_info | {"speed/tokens_per_s": speed}
         for name, value in zip(SPENT, (metrics["train/supervised_tokens"], seconds / 60), strict=True):
             module.metrics[name] = module.metrics.get(name, 0.0) + value
         publish(trainer, module, metrics, step)

@@ -70,7 +70,7 @@ def drafter_part(values: Mapping[str, Any]) -> dict[str, type]:
     """The options behind ``drafter``, for help and suggestions: those of the drafter ``values`` name."""
     drafter = values.get("drafter")
     name = drafter.get("name") if isinstance(drafter, Mapping) else None
-    chosen: Any = drafter_class(name if name in DRAFTERS else next(iter(DRAFTERS)))
+    chosen: Any = drafter_class(name if isinstance(name, str) and name in DRAFTERS else next(iter(DRAFTERS)))
     return {"drafter": chosen.Config}
 
 

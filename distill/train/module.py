@@ -47,6 +47,8 @@ class Sums:
     def __init__(self, depth: int = 1) -> None:
         self.depth = depth
         self.vector: Tensor | None = None
+        self.starts = 0
+        """Positions at which a draft could begin, in the last call of ``means``."""
         self.names: list[str] = []
 
     def add(self, result: LossResult, *, doc_BL: Tensor, tokens: float, denominator: float) -> None:
@@ -87,6 +89,7 @@ class Sums:
         above, below = vector.tolist()
         means = {name: a / max(b, 1) for name, a, b in zip(self.names, above, below, strict=True)}
         means["tau"] += 1
+        self.starts = int(below[1])
         means["supervised_tokens"] = below[0]
         return {f"{prefix}/{name}": value for name, value in means.items()}
 
@@ -178,7 +181,8 @@ class DraftModule(pl.LightningModule):
         rows = ", ".join(name for micro in micros for name in self._row_names(micro, step_losses[micro][1]))
         raise UserError(
             f"the loss must be finite, got {what} at step {self.trainer.global_step + 1}, {rows}; checkpoints "
-            "written before stay: start a new run with a lower optim.lr or trainer.precision=fp32"
+            "written before stay: start a new run with a lower optim.lr, trainer.precision=fp32 or smaller weights of "
+            "the drafter's losses"
         )
 
     def _row_names(self, micro: int, doc_BL: Tensor) -> list[str]:

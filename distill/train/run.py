@@ -355,7 +355,8 @@ def export_best(
         if watched:
             say("measuring how often its choices are the target's")
             choices = calibrate(load_drafter(fresh, target), watched, max_new_tokens=config.eval.max_new_tokens)
-            save_calibration(fresh, choices)
+            if choices.greedy.count_D and choices.coupled.count_D:
+                save_calibration(fresh, choices)
         swap_folder(fresh, folder.export)
     names = {"val/tau": "simulated", "export/tau": "decoded"}
     figures = ", ".join(f"{name} {measured[key]:.2f}" for key, name in names.items() if key in measured)

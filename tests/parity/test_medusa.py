@@ -204,7 +204,7 @@ def test_heads_of_another_target_are_refused(other, what, tmp_path):
         ({"head": "pruned"}, "drafter.draft_vocab_size must be given with drafter.head=pruned"),
         ({"draft_vocab_size": 5}, "drafter.draft_vocab_size must be given with drafter.head=pruned and only then"),
         ({"decay": 0.0}, r"drafter.decay must be in \(0, 1\], got 0.0"),
-        ({"lora_rank": -1}, "drafter.lora_rank must not be negative, got -1"),
+        ({"lora_rank": -1}, "drafter.lora_rank must lie between 0 and 4096, got -1"),
         ({"adapter_warmup": 1.5}, r"drafter.adapter_warmup must lie in \[0, 1\], got 1.5"),
         ({"lora_rank": 2, "base_weight": float("inf")}, "drafter.base_weight must be above 0 and finite, got inf"),
         ({"adapter_lr": 0.5}, r"drafter.adapter_lr must be 0.25 without an adapter.* got 0.5; give drafter.lora_rank"),

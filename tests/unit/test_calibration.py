@@ -177,6 +177,10 @@ GOOD = {"hits_DR": [[5, 3], [4, 1]], "count_D": [10, 8], "scale_D": [0.5, 2.0]}
         {"greedy": {**GOOD, "hits_DR": [5, 4]}},
         {"greedy": {**GOOD, "count_D": ["10", "8"]}},
         {"coupled": {**GOOD, "count_D": [10, -8]}},
+        {"greedy": {**GOOD, "hits_DR": [[10**9, 3], [4, 1]]}},
+        {"greedy": {**GOOD, "count_D": [0, 0], "hits_DR": [[0, 0], [0, 0]]}},
+        {"greedy": {**GOOD, "count_D": [8, 10]}},
+        {"coupled": {**GOOD, "scale_D": [1e300, 1.0]}},
         {"coupled": {**GOOD, "scale_D": [0.5, math.inf]}},
         {"coupled": {**GOOD, "scale_D": [0.5, math.nan]}},
     ],
@@ -207,3 +211,12 @@ def test_measuring_again_repairs_what_is_refused(tmp_path):
             load_drafter(folder, it)
         task_calibrate.run(task_calibrate.Config(**options))
         assert load_drafter(folder, it).calibration is not None
+
+
+def test_texts_too_short_to_count_are_no_calibration():
+    _, drafter = pair_of()
+    found = calibrate(drafter, random_prompts(3, V, seed=2), depth=4, max_new_tokens=1)
+    assert (found.greedy.count_D, found.coupled.count_D) == ([], [])
+    deep = calibrate(drafter, random_prompts(3, V, seed=2), depth=1000, max_new_tokens=4)
+    assert 0 < len(deep.greedy.count_D) <= 3
+    assert min(deep.greedy.count_D) > 0

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -241,7 +242,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused(options, said, tmp_path):
 
 
 def test_nothing_to_load_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"drafter\.path must be a local folder or the hub name"):
+    with pytest.raises(UserError, match=r"drafter\.path must be a local folder or a hub name"):
         draft(tiny_target(), source="checkpoint", path=str(tmp_path / "nowhere"))
 
 
@@ -257,7 +258,12 @@ def test_nothing_to_load_is_refused(tmp_path):
         ({"path": "x"}, r"drafter\.path must be null with drafter\.source=layers"),
         ({"n_heads": 4}, r"drafter\.n_heads must be null with drafter\.source=layers"),
         ({"source": "config", "layers": [0]}, r"drafter\.layers must be null with drafter\.source=config"),
-        ({"source": "config", "n_heads": 6, "n_kv_heads": 4}, r"drafter\.n_heads must be a multiple"),
+        (
+            {"source": "config", "n_heads": 6, "n_kv_heads": 4},
+            r"n_kv_heads must divide the 6 query heads, got 4; give drafter\.n_h",
+        ),
+        ({"hidden_size": 1}, r"sizes must make a llama model, got drafter\.hidden_size=1:"),
+        ({"source": "config", "hidden_size": 7}, r"sizes must make a llama model, got drafter\.hidden_size=7:"),
         ({"source": "checkpoint"}, r"source=checkpoint must have drafter\.path and no sizes of its own, got no path"),
         ({"source": "checkpoint", "path": "x", "n_layers": 1}, r"no sizes of its own, got drafter\.n_layers"),
         ({"on_policy": 1.5}, r"drafter\.on_policy must be in \[0, 1\]"),
@@ -271,7 +277,46 @@ def test_options_that_do_not_fit_are_refused(options, said):
         draft(tiny_target(), **options)
 
 
-@pytest.mark.parametrize("fields", [{}, {"a": 1}, {"model_type": "no_such"}], ids=str)
+def whole(path):
+    target = tiny_target(layers=1, tokenizer=True)
+    target.model.save_pretrained(path)
+    target.tokenizer.save_pretrained(path)
+    return path
+
+
+def without_a_weight(path):
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.weight"]
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "spoil,options,said",
+    [
+        (without_a_weight, {}, r"must hold every weight .* without model\.layers\.0\.mlp\.up_proj\.weight"),
+        (lambda p: (p / "model.safetensors").write_bytes(b"x" * 50), {}, r"drafter\.path must be a local folder"),
+        (lambda p: (p / "config.json").write_text('{"model_type": "llama", "hidden_size": "a"}'), {}, r"drafter\.path"),
+        (lambda p: (p / "tokenizer.json").write_text("{"), {}, r"drafter\.path must be a local folder"),
+        (lambda p: None, {"tie": True}, r"drafter\.tie must be null or false for .*, whose head is not its embedding"),
+    ],
+)
+def test_a_spoilt_checkpoint_is_refused(spoil, options, said, tmp_path):
+    spoil(whole(tmp_path))
+    with pytest.raises(UserError, match=said):
+        draft(tiny_target(tokenizer=True), source="checkpoint", path=str(tmp_path), **options)
+
+
+@pytest.mark.parametrize("path", ["", "  ", "/nowhere", "./nowhere"])
+def test_a_path_that_is_no_folder_is_not_asked_for_at_the_hub(path):
+    with pytest.raises(
+        UserError, match=r"drafter\.path must be a local folder or a hub name, got .*, which is no folder"
+    ):
+        draft(tiny_target(), source="checkpoint", path=path)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"a": 1}, {"model_type": "no_such"}, {"model_type": "llama", "hidden_size": "a"}], ids=str
+)
 def test_an_architecture_that_is_none_is_refused(fields):
     with pytest.raises(UserError, match=r"drafter\.architecture must be a transformers config"):
         draft(tiny_target(), architecture=fields)

@@ -142,3 +142,11 @@ def test_same_drafter_twice_is_refused(prompts, tmp_path):
     twice = bench_config(prompts, tmp_path, baselines=["prompt_lookup", "prompt_lookup"])
     with pytest.raises(UserError, match="prompt_lookup chain-2 twice"):
         bench.run(twice, quiet=True)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"verifier": "rejection"}, {"tree": PlanConfig(name="chain", length=2)}, {"candidates": "topk"}]
+)
+def test_what_is_about_drafts_is_refused_without_a_drafter(changes):
+    with pytest.raises(UserError, match="tree, verify and candidates must be left alone without a drafter"):
+        answer(**changes)

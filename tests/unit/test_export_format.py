@@ -14,6 +14,7 @@ from distill.drafters.eagle3 import Eagle3, Eagle3Config
 from distill.errors import UserError
 from distill.export import collect, load_drafter, resolve_checkpoint, save_drafter, update_card
 from distill.export.files import sha256
+from distill.export.format import flags_sha256
 from distill.files import write_atomic
 from distill.target.tiny import tiny_target
 from distill.vocab import DraftVocab
@@ -39,6 +40,8 @@ def folder(tmp_path):
 def edit_config(folder, change):
     config = json.loads((folder / "config.json").read_text())
     change(config)
+    # The digest is kept right: the checks behind it must hold by themselves.
+    config["flags_sha256"] = flags_sha256(config)
     (folder / "config.json").write_text(json.dumps(config))
 
 
@@ -315,4 +318,21 @@ def test_atomic_text_keeps_the_old_file(tmp_path, monkeypatch):
 def test_loading_warns_about_nothing(folder):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        load_drafter(folder, TARGET)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda c: c["config"].update(norm_before_residual=True),
+        lambda c: c.update(drafter="medusa"),
+        lambda c: c["target"].update(name=5),
+        lambda c: c.update(flags_sha256=""),
+    ],
+)
+def test_a_flag_that_was_changed_by_hand_is_refused(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="must be the file that was exported, got a changed one"):
         load_drafter(folder, TARGET)

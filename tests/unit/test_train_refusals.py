@@ -10,9 +10,16 @@ import train_tools as tools
 
 from distill.data import Conversation, DataConfig, PreparedData, prepare
 from distill.data.batches import Batches
+from distill.drafters.draft_model import DraftModelConfig
+from distill.drafters.eagle1 import Eagle1Config
+from distill.drafters.eagle3 import Eagle3Config
+from distill.drafters.medusa import MedusaConfig
+from distill.drafters.prompt_lookup import PromptLookupConfig
 from distill.errors import UserError
 from distill.export import copy_export, load_drafter, save_drafter
+from distill.export.format import flags_sha256
 from distill.losses import LossConfig
+from distill.registry import drafter_class
 from distill.target.tiny import tiny_target
 from distill.train.folder import RunFolder
 from distill.train.run import result_of, run
@@ -141,8 +148,9 @@ def test_sizes_that_cannot_be_meant_are_refused():
         LossConfig(chunk=0)
     with pytest.raises(UserError, match="at most 4096 nodes"):
         Dynamic(top_k=100_000, depth=4, total=10)
-    with pytest.raises(UserError, match="at most 4096 nodes"):
-        Chain(5000)
+    for length in (513, 10**9):
+        with pytest.raises(UserError, match=f"tree.length must be >= 1 and at most 512, got {length}"):
+            Chain(length)
     for name, least in (("intermediate_size", 1), ("draft_vocab_size", 2)):
         with pytest.raises(UserError, match=f"drafter.{name} must be >= {least}, got {least - 1}"):
             tools.drafter(**{name: least - 1})
@@ -155,6 +163,45 @@ def test_a_damaged_export_is_a_sentence(tmp_path):
         copy_export(folder, tmp_path / "copy")
     config = json.loads((folder / "config.json").read_text())
     config["target"]["fingerprint"] = None
+    config["flags_sha256"] = flags_sha256(config)
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match=r"target\.fingerprint must be a mapping"):
         load_drafter(folder, tools.target())
+
+
+@pytest.mark.parametrize("name", [None, 5, [], {"a": 1}])
+def test_a_drafter_name_that_is_no_name(name):
+    with pytest.raises(UserError, match="drafter must be one of draft_model, eagle1"):
+        drafter_class(name)
+
+
+@pytest.mark.parametrize(
+    "cls,options,says",
+    [
+        (Eagle1Config, {"num_layers": 10**6}, "num_layers must be at most 1000, got 1000000"),
+        (Eagle1Config, {"intermediate_size": 10**12}, "intermediate_size must be at most 262144"),
+        (Eagle1Config, {"step_decay": 0.5}, "step_decay must be 1 with drafter.steps=1"),
+        (Eagle3Config, {"ttt_steps": 10**6}, "ttt_steps must be at most 1000"),
+        (MedusaConfig, {"blocks": 10**8}, "blocks must be at most 1000"),
+        (MedusaConfig, {"lora_rank": 10**6}, "lora_rank must lie between 0 and 4096"),
+        (DraftModelConfig, {"source": "config", "n_layers": 10**6}, "n_layers must be at most 1000"),
+        (DraftModelConfig, {"on_policy_tokens": 5}, "on_policy_tokens must be 64 with drafter.on_policy=0"),
+        (PromptLookupConfig, {"max_ngram": 10**9}, "1 <= min <= max <= 64, got 1 and 1000000000"),
+    ],
+)
+def test_options_that_would_take_the_machine_or_change_nothing(cls, options, says):
+    with pytest.raises(UserError, match=says):
+        cls(**options)
+
+
+def test_data_nobody_can_draft_in_are_refused(tmp_path, monkeypatch):
+    """Answers of one token: every position is spoken about by the target alone."""
+    ids, mask = np.arange(4, 12, dtype=np.int32), np.arange(8) == 7
+    data = PreparedData.from_conversations(
+        [Conversation(ids=ids, loss_mask=mask, key=i + 1) for i in range(20)], vocab_size=tools.V, validation=0.2
+    )
+    monkeypatch.setattr("distill.train.run.prepared_data", lambda *_: data)
+    monkeypatch.setattr("distill.train.run.held_out_prompts", lambda *_, **__: [])
+    with pytest.raises(UserError, match="positions where eagle3 can begin to draft, got none in 6 steps"):
+        run(tools.config(tmp_path / "run"))
+    assert not (tmp_path / "run" / "export").exists()

@@ -390,6 +390,23 @@ def test_make_plan():
     assert make_plan(PlanConfig(name="dynamic", top_k=2, depth=3, total=7)) == Dynamic(top_k=2, depth=3, total=7)
 
 
+@pytest.mark.parametrize(
+    "name,sizes",
+    [
+        ("chain", {"depth": 3}),
+        ("chain", {"top_k": 9}),
+        ("chain", {"total": 99}),
+        ("dynamic", {"length": 7}),
+        ("dynamic", {"paths": [[0]]}),
+        ("calibrated", {"length": 2}),
+        ("static", {"depth": 2, "paths": [[0]]}),
+    ],
+)
+def test_sizes_of_another_kind_of_plan_are_refused(name, sizes):
+    with pytest.raises(UserError, match=f"tree.{next(iter(sizes))} must be left alone with tree={name}"):
+        PlanConfig(name=name, **sizes)
+
+
 @pytest.mark.parametrize("deepest,depth", [(None, 4), (2, 2), (9, 4)])
 def test_a_depth_that_is_left_open_is_what_the_drafter_reaches(deepest, depth):
     assert make_plan(PlanConfig(name="dynamic", top_k=2, total=7), deepest=deepest).depth == depth
