@@ -13,8 +13,7 @@ from torch import Tensor
 from transformers import AutoConfig, GenerationConfig
 
 from distill.errors import UserError
-from distill.export.gguf import _draft_model as draft_model_fields
-from distill.export.gguf import write_gguf
+from distill.export.gguf import draft_model_fields, write_gguf
 from distill.export.layout import Native
 from distill.target.fingerprint import weight_files
 

@@ -145,7 +145,7 @@ def compare(
 ) -> CheckResult:
     """Decode in the engine, plain and drafted, and here."""
     folder = target_folder(config.target)
-    options = {"max_new_tokens": config.max_new_tokens, "k": config.length}
+    options: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "k": config.length}
     plain = chosen.run(folder, None, "none", prompts, **options)
     drafted = chosen.run(folder, Path(config.folder or ""), method, prompts, **options)
     decoder = Decoder(drafter.target, drafter, plan=Chain(config.length))

@@ -101,7 +101,7 @@ def convert_gguf(
     if vocabulary is None:
         raise UserError("vocabulary must be the target's own GGUF file with format=gguf, got none; add vocabulary=FILE")
     tokenizer = tokenizer_fields(Path(vocabulary), size=native.target["vocab_size"])
-    fields, tensors = (_eagle3 if native.drafter == "eagle3" else _draft_model)(native)
+    fields, tensors = (_eagle3 if native.drafter == "eagle3" else draft_model_fields)(native)
     out = Path(out)
     kind = "draft-eagle3" if native.drafter == "eagle3" else "draft-simple"
     command = f"llama-server -m {vocabulary} -md {out / FILE} --spec-type {kind} --draft-max {tokens}"
@@ -137,7 +137,12 @@ def _eagle3(native: Native) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return fields, _paired(tensors, target["n_heads"], target["n_kv_heads"])
 
 
-def _draft_model(native: Native) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def draft_model_fields(native: Native) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Fields and tensors of a causal LM of the Llama family.
+
+    Raises:
+        UserError: another family, or biases.
+    """
     config = native.flags["architecture"]
     if config.get("model_type") != "llama":
         raise UserError(
