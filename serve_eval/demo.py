@@ -37,9 +37,9 @@ TARGET_S, REPORT_S, COSTS_S, UNKNOWN_S = 60.0, 5.0, 30.0, 120.0
 
 
 PLANS = (
-    PlanConfig(name="chain", length=3),
+    PlanConfig(name="chain", length=2),
+    PlanConfig(name="calibrated", depth=3, top_k=3, total=6),
     PlanConfig(name="dynamic", top_k=4, depth=3, total=8),
-    PlanConfig(name="dynamic", top_k=6, depth=4, total=16),
 )
 """Measured where ``bench.trees`` names none: small proposals, since a pass over many tokens is dear on a CPU."""
 
@@ -110,7 +110,8 @@ def build_stages(config: Config, folder: Path) -> list[Stage]:
     """Return the stages in order; nothing is loaded yet."""
     settings = training_config(config, folder)
     data = Path(settings.data.folder or folder / "data")
-    tree, *trees = [config.bench.tree, *config.bench.trees] if config.bench.trees else PLANS
+    usual = [plan for plan in PLANS if plan.name != "calibrated" or settings.eval.calibrate]
+    tree, *trees = [config.bench.tree, *config.bench.trees] if config.bench.trees else usual
     measured = replace(
         config.bench,
         tree=tree,

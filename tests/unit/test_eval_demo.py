@@ -74,7 +74,7 @@ def test_stages_run_in_order_with_their_budgets(tmp_path, calls):
     assert list(dict.fromkeys(names)) == ["target", "data", "train", "evaluate", "card", "report"]
     assert ("data", 2.0) in calls
     assert ("train", 3.0) in calls
-    assert ("evaluate", 1.0, str(tmp_path / "demo"), ["chain", "dynamic", "dynamic"]) in calls
+    assert ("evaluate", 1.0, str(tmp_path / "demo"), ["chain", "calibrated", "dynamic"]) in calls
     assert ("card", {"mtbench, chain-3: tau": 1.9, "mtbench, chain-3: speedup": 1.25}) in calls
     assert "[1/5] target:" in text
     assert "about 7:35 min for what is left" in text
