@@ -14,6 +14,7 @@ from distill.export import load_drafter, save_drafter
 from distill.target import TargetConfig, load_target
 from serve_eval.cli import main
 
+FULL = "target.dtype=float32"
 TINY = TargetConfig(name="tiny", dtype="float32")
 
 
@@ -33,7 +34,7 @@ def native(target, tmp_path):
 
 def test_there_and_back_by_command(native, target, tmp_path, capfd):
     out, back = tmp_path / "vllm", tmp_path / "back"
-    assert main(["export", f"checkpoint={native}", "format=vllm", f"out={out}", "tokens=2"]) == 0
+    assert main(["export", f"checkpoint={native}", "format=vllm", f"out={out}", "tokens=2", FULL]) == 0
     told = capfd.readouterr().out
     assert f'"method": "medusa", "model": "{out}", "num_speculative_tokens": 2' in told
     head = load_file(out / "model.safetensors")["lm_heads.0.weight"]
@@ -41,7 +42,7 @@ def test_there_and_back_by_command(native, target, tmp_path, capfd):
     assert "draftsmith check" in (out / "README.md").read_text()
     assert main(["inspect", str(out)]) == 0
     assert "Medusa, vLLM's layout" in capfd.readouterr().out
-    assert main(["adopt", str(out), "target=tiny", "target.dtype=float32", f"out={back}"]) == 0
+    assert main(["adopt", str(out), "target=tiny", FULL, f"out={back}"]) == 0
     before, after = (load_drafter(folder, target).state_dict() for folder in (native, back))
     assert all(torch.equal(before[name], after[name]) for name in before)
 

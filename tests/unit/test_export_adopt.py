@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers.generation.streamers import BaseStreamer
 
 from distill.drafters.draft_model import DraftModel, DraftModelConfig
 from distill.drafters.eagle1 import Eagle1, Eagle1Config
@@ -377,3 +379,43 @@ def test_a_native_export_needs_no_adoption(tmp_path):
     native = save_drafter(eagle3(), tmp_path / "native", provenance={})
     with pytest.raises(UserError, match="got a native one; load it as it is"):
         adopt(native, TARGET)
+
+
+@pytest.mark.parametrize("form", ["transformers", "vllm"])
+def test_transformers_reads_a_draft_model(tmp_path, form):
+    folder = written("draft_model", form, tmp_path)
+    plain, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    drafter = DRAFTERS["draft_model"]()
+    ids = torch.randint(V, (1, 9), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, drafter.backbone.model(ids).logits, rtol=1e-5, atol=1e-5)
+    counts = [assisted_passes(TARGET.model, model, ids) for model in (plain, drafter.backbone.model)]
+    assert counts[0] == counts[1]
+
+
+def assisted_passes(model, assistant, ids) -> list[int]:
+    """Tokens that come at once, pass by pass, with ``assistant`` as transformers' assistant_model."""
+    sizes = []
+
+    class Watch(BaseStreamer):
+        def put(self, value):
+            sizes.append(value.numel())
+
+        def end(self):
+            """Nothing to flush."""
+
+    assistant.generation_config = GenerationConfig(
+        num_assistant_tokens=3, num_assistant_tokens_schedule="constant", assistant_confidence_threshold=0.0
+    )
+    settings = GenerationConfig(do_sample=False, max_new_tokens=24, pad_token_id=0)
+    model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        assistant_model=assistant,
+        generation_config=settings,
+        streamer=Watch(),
+    )
+    assert len(sizes) > 2
+    return sizes
