@@ -205,13 +205,18 @@ def convert(
     out = Path(out)
     values = {"target": served or native.target["name"], "folder": out, "tokens": tokens, "window": tokens + 1}
     command = chosen.launch[native.drafter].format(**values)
-    record = read_json(source / native_format.PROVENANCE) if (source / native_format.PROVENANCE).is_file() else {}
-    record |= {"format": name, "source_sha256": native_format.read_config(source)["weights_sha256"]}
-    card = render_foreign(
-        native_format.read_config(source), record, reader=chosen.reader, command=command, note=chosen.note
-    )
+    record, card = described(source, name, reader=chosen.reader, command=command, note=chosen.note)
     write_foreign(out, foreign, provenance=record, card=card, overwrite=overwrite)
     return out, command
+
+
+def described(source: Path, name: str, *, reader: str, command: str, note: str = "") -> tuple[dict[str, Any], str]:
+    """Provenance and card of what is made from the native export ``source``; see ``render_foreign``."""
+    config = native_format.read_config(source)
+    path = source / native_format.PROVENANCE
+    record = read_json(path) if path.is_file() else {}
+    record |= {"format": name, "source_sha256": config["weights_sha256"]}
+    return record, render_foreign(config, record, reader=reader, command=command, note=note)
 
 
 def write_foreign(

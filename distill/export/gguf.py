@@ -15,12 +15,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from torch import Tensor
 
 from distill.errors import UserError
-from distill.export import format as native_format
-from distill.export.card import render_foreign
-from distill.export.convert import check_free, read_native
+from distill.export.convert import check_free, described, read_native
 from distill.export.eagle import aux_ids, decoder_table
 from distill.export.fields import check_family
-from distill.export.files import read_json, to_json
+from distill.export.files import to_json
 from distill.export.layout import Key, Native, to_theirs
 from distill.files import fresh_folder, swap_folder
 
@@ -105,9 +103,7 @@ def convert_gguf(
     out = Path(out)
     kind = "draft-eagle3" if native.drafter == "eagle3" else "draft-simple"
     command = f"llama-server -m {vocabulary} -md {out / FILE} --spec-type {kind} --draft-max {tokens}"
-    record = read_json(source / native_format.PROVENANCE) if (source / native_format.PROVENANCE).is_file() else {}
-    record |= {"format": "gguf", "source_sha256": native_format.read_config(source)["weights_sha256"]}
-    card = render_foreign(native_format.read_config(source), record, reader="llama.cpp", command=command, note="")
+    record, card = described(source, "gguf", reader="llama.cpp", command=command)
     with fresh_folder(out, what="export folder") as fresh:
         check_free(out, overwrite=overwrite)
         write_gguf(fresh / FILE, fields, tokenizer, tensors, dtype=dtype or native.dtype)

@@ -1,5 +1,6 @@
 """Medusa heads as vLLM and as the original project store them. The biases of the blocks are kept in both."""
 
+from dataclasses import replace
 from typing import Any
 
 from distill.errors import UserError
@@ -38,13 +39,7 @@ def _checked(native: Native, format_name: str) -> Native:
             f"format={format_name} must have drafter.head=shared or own for medusa, got pruned: there is no place "
             "for a shorter vocabulary; train with another head, or use format=native"
         )
-    return Native(
-        drafter=native.drafter,
-        flags={**flags, "own": flags["head"] == "own"},
-        target=native.target,
-        taps=native.taps,
-        tensors=native.tensors,
-    )
+    return replace(native, flags={**flags, "own": flags["head"] == "own"})
 
 
 def medusa_vllm(native: Native, lend: Lend) -> Foreign:

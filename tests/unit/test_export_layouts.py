@@ -219,7 +219,7 @@ def test_eagle1():
     foreign = eagle1_vllm(eagle1(), lend)
     assert shapes(foreign) == EAGLE1_8B
     assert foreign.config["architectures"] == ["LlamaForCausalLM"]
-    foreign = eagle1_sglang(eagle1_on_cpu(), lend)
+    foreign = eagle1_sglang(eagle1(), lend)
     assert foreign.config["architectures"] == ["LlamaForCausalLMEagle"]
     assert foreign.tensors["fc.bias"].shape == (4096,)
     assert not foreign.tensors["fc.bias"].any()
@@ -231,10 +231,6 @@ def test_eagle1():
         *(name.replace("layers.0", "layers.1") for name in EAGLE1_8B if name.startswith("layers.0")),
         "layers.1.input_layernorm.weight",
     }
-
-
-def eagle1_on_cpu() -> Native:
-    return eagle1()
 
 
 def test_medusa():
